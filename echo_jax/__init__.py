@@ -1,0 +1,1 @@
+"""echo_jax: lossless KV-cache offload for natively sparse attention."""

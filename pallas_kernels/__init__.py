@@ -1,0 +1,1 @@
+"""Kernels: they know arrays, never caches."""
