@@ -1,0 +1,72 @@
+# One environment (.venv), made once. A stamp in it says what it was made from, so a second run installs nothing; a change of
+# pyproject.toml, constraints.txt or the C++ sources makes it anew. The only network these targets use is pip's.
+
+PYTHON        ?=
+VENV          := .venv
+BIN           := $(VENV)/bin
+RUNTIME       := $(VENV)/.made-runtime
+DEVELOPMENT   := $(VENV)/.made-development
+INSTALL       := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+LIBRARY       := $(shell find ffi -type f 2>/dev/null)
+
+# What `make demo` runs; each can be given on the command line: make demo TOKENS=32
+MODEL         ?= echo-tiny
+DOCUMENT      ?= examples/data/manual.txt
+TOKENS        ?= 128
+# Arguments for pytest: make test TESTS='tests/test_pool.py -k tie'
+TESTS         ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test lint claims bench-cpu bazel clean
+
+help:  ## this list
+	@echo "make TARGET, where TARGET is one of"
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1|/p' Makefile | while IFS='|' read -r name text; do \
+	  printf '  %-11s %s\n' "$$name" "$$text"; done
+
+setup: $(RUNTIME)  ## make .venv with the package and its C++ library (Python >= 3.12; PYTHON=... to choose one)
+
+setup-dev: $(DEVELOPMENT)  ## setup, and the tools for tests and lint
+
+demo: $(RUNTIME)  ## continue a real document with a small trained model from an offloaded cache, and check every bit
+	$(BIN)/echo-jax generate --model $(MODEL) --prompt-file $(DOCUMENT) --max-new-tokens $(TOKENS) --check
+
+test: lint  ## lint, then all tests (TESTS='tests/test_pool.py -k tie' for some)
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(DEVELOPMENT)  ## ruff, pyright and the import contracts
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-logo
+
+claims: $(RUNTIME)  ## one line per claim: value, bar, machine, date, and met / short / unmeasured
+	@$(BIN)/python -m bench.claims
+
+bench-cpu: $(RUNTIME)  ## measure the claims that a CPU can answer, and record the rows
+	$(BIN)/python -m bench.cpu
+
+bazel:  ## build and smoke-test the BUILD targets, offline, where bazel is installed
+	@if command -v bazel >/dev/null 2>&1; then bazel test --noshow_progress //...; else \
+	  echo "bazel: skipped, there is no bazel on PATH (Debian: apt-get install bazel-bootstrap)"; fi
+
+clean:  ## remove what make made: .venv, builds and caches (never recorded rows)
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Build requirements and dependencies are resolved together, and the package is then built against them without isolation.
+$(RUNTIME): pyproject.toml constraints.txt $(LIBRARY)
+	@if ! $(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+	  python=$$(tools/find_python $(PYTHON)) || exit 1; \
+	  echo "making $(VENV) with $$python"; "$$python" -m venv --clear $(VENV); fi
+	@echo "installing the package and what it needs"
+	@$(BIN)/python tools/requirements.py build runtime > $(VENV)/runtime.txt
+	@$(INSTALL) -r $(VENV)/runtime.txt
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(DEVELOPMENT): $(RUNTIME)
+	@echo "installing the tools for tests and lint"
+	@$(BIN)/python tools/requirements.py dev > $(VENV)/development.txt
+	@$(INSTALL) -r $(VENV)/development.txt
+	@touch $@
