@@ -2,9 +2,10 @@
 
     python tools/requirements.py build runtime dev
 
-`build` is what the build back end needs, `runtime` is what the package needs, every other name is an extra. It lets the
-Makefile install everything in one resolution, and then the package itself without dependencies or isolation, so the
-library is compiled against the versions it will run with. It knows pyproject.toml and nothing else.
+`build` is what the build back end needs, `runtime` is what the package needs, every other name is an extra.
+It lets the Makefile install everything in one resolution, and then the package itself without dependencies or
+isolation, so the library is compiled against the versions it will run with. It knows pyproject.toml and
+nothing else.
 """
 
 import sys
@@ -13,8 +14,9 @@ from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
-# Where cmake and ninja are not on the machine, the build back end would fetch them into its isolated environment.
-# There is no isolation here, so they are named; the wheels are small, and every machine builds with the same ones.
+# Where cmake and ninja are not on the machine, the build back end would fetch them into its isolated
+# environment. There is no isolation here, so they are named; the wheels are small, and every machine builds
+# with the same ones.
 BUILD_TOOLS = ["cmake", "ninja"]
 
 
