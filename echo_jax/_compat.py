@@ -1,0 +1,53 @@
+"""The border to JAX itself: what its versions name differently, and what it does not publish.
+
+Knows the names of memory kinds, where a type says in which memory it lives, how a value is marked as varying
+over the axes of a `shard_map`, and the version of XLA's FFI. Knows nothing of caches. No other file of the
+library names a memory kind, a private module of JAX or a JAX version; written against jax 0.11.2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# Host memory that the device can reach. A CPU device has the name too, for ordinary memory.
+HOST_KIND = "pinned_host"
+
+type Device = Any  # jax.Device is a variable to type checkers
+
+
+def is_in_host_memory(array: Any) -> bool:
+    """Whether `array` (traced or not) is typed as host memory, which jnp cannot index."""
+    return jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
+def on_host(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """The same placement, in host memory."""
+    return sharding.with_memory_kind(HOST_KIND)
+
+
+def varying_like(array: jax.Array, operands: Sequence[Any]) -> jax.Array:
+    """`array`, marked as varying over every `shard_map` axis that any operand varies over; same value.
+
+    The result type of an FFI call is stated by its caller, and a stated type varies over nothing: without the
+    mark, `check_vma` would take per-device results for equal ones. Outside `shard_map` nothing happens.
+    """
+    varying = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
+    missing = tuple(sorted(varying - jax.typeof(array).manual_axis_type.varying))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+def xla_ffi_api_version() -> tuple[int, int] | None:
+    """(major, minor) of the FFI that the installed jaxlib speaks, from its headers; None without them."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        text = header.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(number.group(1)) if number else None for number in numbers)
+    return None if major is None or minor is None else (major, minor)

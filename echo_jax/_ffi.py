@@ -1,0 +1,174 @@
+"""The border to the shared library: finds it, registers its targets once, and calls them.
+
+Knows names, argument orders and versions; the meaning of each target stands in
+`ffi/include/echo_ffi/targets.h`. Does not know where a pool lives or when to call what: that is `hostmem`.
+Importing this module loads and compiles nothing; the library is looked for on the first question.
+
+`ECHO_JAX_FFI=0` in the environment switches the library off, as if it had not been built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.resources
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from echo_jax import _compat
+
+ENVIRONMENT_SWITCH = "ECHO_JAX_FFI"
+LIBRARY_VERSION = 1  # kLibraryVersion in targets.h
+SOURCE_HOST = -1  # kSourceHost in targets.h: in `source`, the bytes come from the host pool
+BUILD_COMMAND = "pip install scikit-build-core cmake ninja && pip install --no-build-isolation --no-deps -e ."
+
+# Python's platform name -> (XLA's platform name, suffix of the handler symbols).
+_PLATFORMS = {"cpu": ("cpu", "Cpu"), "gpu": ("CUDA", "Cuda"), "cuda": ("CUDA", "Cuda")}
+_TARGETS = {
+    "echo_recall": "EchoRecall",
+    "echo_read_rows": "EchoReadRows",
+    "echo_write_back": "EchoWriteBack",
+    "echo_copy_rows": "EchoCopyRows",
+}
+
+
+# ---- is it there? ----------------------------------------------------------------------------------------
+
+
+def is_available(platform: str | None = None) -> bool:
+    """Whether the targets can be called on `platform` ("cpu", "gpu"; default: the default backend)."""
+    return why_unavailable(platform) is None
+
+
+def why_unavailable(platform: str | None = None) -> str | None:
+    """None where the targets can be called on `platform`; else one sentence with the reason and the remedy.
+
+    The first call initialises JAX's backend and loads the library.
+    """
+    if os.environ.get(ENVIRONMENT_SWITCH) == "0":
+        return f"switched off by {ENVIRONMENT_SWITCH}=0; unset it to use the library"
+    platform = jax.default_backend() if platform is None else platform
+    if platform not in _PLATFORMS:
+        return f"the library has no handlers for platform {platform!r}, only for {sorted(_PLATFORMS)}"
+    return _register(*_PLATFORMS[platform])
+
+
+def library_path() -> Path | None:
+    """Where the installed library lies, or None. It is package data, so an editable install finds it too."""
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    resource = importlib.resources.files("echo_jax").joinpath("_library", f"libecho_ffi{suffix}")
+    path = Path(str(resource))
+    return path if path.is_file() else None
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library at `path`, loaded and of the right versions.
+
+    Raises RuntimeError, with both versions and the remedy, for a file that is no library of this project, for
+    one built from other sources, and for one built against an FFI that the installed jaxlib does not speak.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+        version, major, minor = (
+            int(getattr(library, name)())
+            for name in ("EchoLibraryVersion", "EchoXlaFfiApiMajor", "EchoXlaFfiApiMinor")
+        )
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"{path} cannot be loaded ({error}); rebuild it with: {BUILD_COMMAND}") from error
+    if version != LIBRARY_VERSION:
+        raise RuntimeError(
+            f"{path} is version {version} but this echo_jax needs version {LIBRARY_VERSION}; "
+            f"rebuild it with: {BUILD_COMMAND}"
+        )
+    installed = _compat.xla_ffi_api_version()
+    # Older minors are XLA's promise to keep; where it no longer does, registration fails and says so.
+    if installed is not None and (major != installed[0] or minor > installed[1]):
+        raise RuntimeError(
+            f"{path} was built against XLA FFI {major}.{minor} but the installed jaxlib speaks "
+            f"{installed[0]}.{installed[1]}; rebuild it with: {BUILD_COMMAND}"
+        )
+    return library
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    path = library_path()
+    if path is None:
+        return (
+            "the shared library was not built when echo_jax was installed (it needs a C++ compiler and jax); "
+            f"build it with: {BUILD_COMMAND}"
+        )
+    try:
+        return open_library(path)
+    except RuntimeError as error:
+        return str(error)
+
+
+@functools.cache
+def _register(xla_platform: str, suffix: str) -> str | None:
+    """Registers every target for one platform, once; None, or why it could not be done."""
+    library = _library()
+    if isinstance(library, str):
+        return library
+    jax.devices()  # a registration before the backend exists would be deferred, and its errors with it
+    try:
+        handlers = {target: getattr(library, symbol + suffix) for target, symbol in _TARGETS.items()}
+    except AttributeError:
+        return f"the library was built without handlers for {xla_platform}; see ffi/README.md"
+    for target, handler in handlers.items():
+        try:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform=xla_platform)
+        except Exception as error:  # whatever XLA answers, the answer to the caller is the same
+            return f"XLA refused {target}: {error}; rebuild it with: {BUILD_COMMAND}"
+    return None
+
+
+# ---- the targets -----------------------------------------------------------------------------------------
+# Thin on purpose: shapes, types and numbers are checked by the library. `vmap` runs one call after another,
+# in place.
+
+
+def recall(
+    records: jax.Array,
+    host_pool: jax.Array,
+    layer: jax.Array,
+    host_rows: jax.Array,
+    slots: jax.Array,
+    source: jax.Array,
+    extra: jax.Array,
+) -> jax.Array:
+    """echo_recall: `records` [N_G, record] with slots filled; in place if `records` is donated."""
+    operands = (records, host_pool, layer, host_rows, slots, source, extra)
+    return _call("echo_recall", jax.typeof(records), operands, aliases={0: 0})
+
+
+def read_rows(host_pool: jax.Array, layer: jax.Array, rows: jax.Array) -> jax.Array:
+    """echo_read_rows: the records [M, record] of `rows` in one layer; zeros for negative rows."""
+    result = jax.ShapeDtypeStruct((*rows.shape, *host_pool.shape[2:]), host_pool.dtype)
+    return _call("echo_read_rows", result, (host_pool, layer, rows))
+
+
+def write_back(host_pool: jax.Array, records: jax.Array, rows: jax.Array) -> jax.Array:
+    """echo_write_back: `host_pool` with `records` [L, M, record] in its `rows`; in place if donated."""
+    return _call("echo_write_back", jax.typeof(host_pool), (host_pool, records, rows), aliases={0: 0})
+
+
+def copy_rows(host_pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """echo_copy_rows: `host_pool` with `source` rows copied to `target` rows; in place if donated."""
+    return _call("echo_copy_rows", jax.typeof(host_pool), (host_pool, source, target), aliases={0: 0})
+
+
+def _call(
+    target: str, result: Any, operands: tuple[jax.Array, ...], aliases: Mapping[int, int] | None = None
+):
+    # An aliased result has the type of its operand, memory space included: the pool stays on the host.
+    call = jax.ffi.ffi_call(
+        target, result, vmap_method="sequential", input_output_aliases=dict(aliases) if aliases else None
+    )
+    return _compat.varying_like(call(*operands), operands)

@@ -1,0 +1,215 @@
+"""Where the bytes live: creates the host pool and moves rows between it and the device.
+
+Knows two kinds of host memory and picks between two forms of each movement. Does not know what a record
+means, which rows are wanted, or who owns a row; row and slot numbers arrive as lists with negative entries
+for "nothing here".
+
+PINNED    the pool is one `pinned_host` array and the shared library moves rows in place. jnp cannot index
+          such an array.
+ORDINARY  the pool is an ordinary array of the device and jnp moves rows: slower, available everywhere, and
+          equal bit for bit.
+
+Which form a traced function uses follows from the type of the pool it is given, so a choice is made once, in
+`create_pool`, and cannot be contradicted later.
+
+In place. Every function that returns the pool or the records writes in place when its first argument is
+donated, under `jax.jit`, in a `lax.scan` carry and under `shard_map`. A donated pool keeps its pointer.
+`out_shardings` is not needed: the result of `write_back` and `copy_rows` carries the memory space of its
+operand in its type, the jitted function therefore returns it to `pinned_host`, and calling again with the
+result does not compile again (jax 0.11.2, with and without a mesh).
+
+Order. A pool that is read and written in one jitted step must be written once, tied behind every read with
+`lax.optimization_barrier`, or XLA copies all of it. The caller ties; nothing here can know what else reads
+the pool.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from echo_jax import _compat, _ffi
+from echo_jax.types import NO_ROW
+
+SOURCE_HOST = _ffi.SOURCE_HOST
+IMPLEMENTATIONS = ("auto", "ffi", "jnp")
+
+# Records are moved as whole words on every platform.
+WORD_BYTES = 4
+
+
+class HostMemory(enum.Enum):
+    """Where a host pool lives; see the module."""
+
+    PINNED = "pinned"
+    ORDINARY = "ordinary"
+
+
+def choose(platform: str | None = None, implementation: str = "auto") -> HostMemory:
+    """The host memory to use on `platform` ("cpu", "gpu"; default: the default backend).
+
+    "auto" takes PINNED where the shared library can serve it and ORDINARY elsewhere. "ffi" is PINNED or
+    RuntimeError with the reason and the command that builds the library. "jnp" is ORDINARY.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation is {implementation!r} but must be one of {', '.join(IMPLEMENTATIONS)}"
+        )
+    if implementation == "jnp":
+        return HostMemory.ORDINARY
+    reason = _ffi.why_unavailable(platform)
+    if reason is None:
+        return HostMemory.PINNED
+    if implementation == "ffi":
+        raise RuntimeError(f"host memory implementation 'ffi' is not available: {reason}")
+    return HostMemory.ORDINARY
+
+
+def create_pool(
+    shape: Sequence[int],
+    dtype: DTypeLike,
+    memory: HostMemory,
+    device: _compat.Device | jax.sharding.Sharding | None = None,
+) -> jax.Array:
+    """A zeroed pool [L, N_H, *record], committed to `device` (a device, a sharding or the default device).
+
+    The zeros come from untouched pages of the operating system, so making a pool takes its own size once, and
+    nothing of it passes through device memory. ValueError for a shape that is no pool or a record that is not
+    whole words.
+    """
+    shape = tuple(int(size) for size in shape)
+    dtype = jnp.dtype(dtype)
+    if len(shape) < 3:
+        raise ValueError(
+            f"pool shape {shape} has {len(shape)} axes but needs layers, rows and a record shape"
+        )
+    record_bytes = int(np.prod(shape[2:], dtype=np.int64)) * dtype.itemsize
+    if record_bytes % WORD_BYTES != 0:
+        raise ValueError(
+            f"a record of shape {shape[2:]} and type {dtype.name} has {record_bytes} bytes, not a multiple "
+            f"of {WORD_BYTES}; pad the record"
+        )
+    sharding = jax.devices()[0] if device is None else device
+    if not isinstance(sharding, jax.sharding.Sharding):
+        sharding = jax.sharding.SingleDeviceSharding(sharding)
+    if memory is HostMemory.PINNED:
+        sharding = _compat.on_host(sharding)
+    # make_array_from_callback would type a pinned array as device memory, and XLA ends the process over that.
+    return jax.device_put(np.zeros(shape, dtype), sharding)
+
+
+def memory_of(host_pool: jax.Array) -> HostMemory:
+    """Where this pool (traced or not) lives."""
+    return HostMemory.PINNED if _compat.is_in_host_memory(host_pool) else HostMemory.ORDINARY
+
+
+# ---- movement --------------------------------------------------------------------------------------------
+# Numbers outside the pool are refused by the shared library, as an error of the call. jnp cannot refuse
+# inside a trace: there they read zeros and write nothing.
+
+
+def read_rows(host_pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> jax.Array:
+    """The records of `rows` in one layer, in device memory; zeros where a row is negative.
+
+    host_pool: [L, N_H, *record]    layer: i32[]    rows: i32[M]    returns [M, *record]
+    """
+    layer = jnp.asarray(layer, jnp.int32)
+    if _uses_library(host_pool):
+        return _ffi.read_rows(host_pool, layer, rows)
+    wanted = _outside_if(rows < 0, rows, host_pool.shape[1])
+    return host_pool.at[layer, wanted].get(mode="fill", fill_value=0)
+
+
+def recall(
+    records: jax.Array,
+    host_pool: jax.Array,
+    layer: jax.Array | int,
+    host_rows: jax.Array,
+    slots: jax.Array,
+    source: jax.Array,
+    extra: jax.Array,
+) -> jax.Array:
+    """`records` with slots filled; every other slot keeps its bytes.
+
+    For each m with host_rows[m] >= 0 and slots[m] >= 0, slot slots[m] receives host_pool[layer, host_rows[m]]
+    where source[m] is SOURCE_HOST, and extra[source[m]] elsewhere. Active slots are distinct (the caller's
+    promise).
+
+    records: [N_G, *record]  one layer's device pool; donated, it is filled in place
+    host_pool: [L, N_H, *record]    layer: i32[]
+    host_rows, slots, source: i32[M]
+    extra: [E, *record]  records that are on the device already: new ones and staged ones; E may be 0
+    """
+    layer = jnp.asarray(layer, jnp.int32)
+    if _uses_library(host_pool):
+        return _ffi.recall(records, host_pool, layer, host_rows, slots, source, extra)
+    is_active = (host_rows >= 0) & (slots >= 0)
+    is_from_host = source == SOURCE_HOST
+    filled = read_rows(host_pool, layer, jnp.where(is_active & is_from_host, host_rows, NO_ROW))
+    if extra.shape[0] > 0:
+        given = extra.at[_outside_if(is_from_host, source, extra.shape[0])].get(mode="fill", fill_value=0)
+        filled = jnp.where(_over_record(is_from_host, filled), filled, given)
+    return records.at[_outside_if(~is_active, slots, records.shape[0])].set(
+        filled, mode="drop", unique_indices=True
+    )
+
+
+def write_back(host_pool: jax.Array, records: jax.Array, rows: jax.Array) -> jax.Array:
+    """`host_pool` with records[l, m] in row rows[m] of every layer l; negative rows are skipped.
+
+    One call a step. Active rows are distinct. The caller ties this write behind every read of the step (see
+    the module).
+
+    host_pool: [L, N_H, *record]    records: [L, M, *record], device memory    rows: i32[M]
+    """
+    if _uses_library(host_pool):
+        return _ffi.write_back(host_pool, records, rows)
+    written = _outside_if(rows < 0, rows, host_pool.shape[1])
+    return host_pool.at[:, written].set(records, mode="drop", unique_indices=True)
+
+
+def copy_rows(host_pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """`host_pool` with row source[m] copied to row target[m] in every layer, unless either is negative.
+
+    Active targets are distinct and none is the source of another entry: the order of copies cannot matter.
+    The shared library refuses a call that breaks this.
+
+    host_pool: [L, N_H, *record]    source, target: i32[M]
+    """
+    if _uses_library(host_pool):
+        return _ffi.copy_rows(host_pool, source, target)
+    rows = host_pool.shape[1]
+    is_skipped = (source < 0) | (target < 0)
+    copied = host_pool.at[:, _outside_if(is_skipped, source, rows)].get(mode="fill", fill_value=0)
+    return host_pool.at[:, _outside_if(is_skipped, target, rows)].set(
+        copied, mode="drop", unique_indices=True
+    )
+
+
+def _uses_library(host_pool: jax.Array) -> bool:
+    """Whether the library moves this pool's rows; RuntimeError where it should and has gone."""
+    if memory_of(host_pool) is HostMemory.ORDINARY:
+        return False
+    reason = _ffi.why_unavailable()
+    if reason is not None:
+        raise RuntimeError(f"the host pool is in pinned memory, which only the library moves: {reason}")
+    return True
+
+
+def _outside_if(is_outside: jax.Array, index: jax.Array, size: int) -> jax.Array:
+    """`index`, with a number past the end where `is_outside`: jnp would count a negative number from the end.
+
+    The numbers past the end differ from entry to entry, so that distinct indices stay distinct.
+    """
+    past_the_end = size + jnp.arange(index.shape[0], dtype=jnp.int32)
+    return jnp.where(is_outside, past_the_end, index)
+
+
+def _over_record(mask: jax.Array, records: jax.Array) -> jax.Array:
+    """bool[M] spread over the record axes of [M, *record]."""
+    return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (records.ndim - 1)), records.shape)
