@@ -47,7 +47,7 @@ bench-cpu: $(RUNTIME)  ## measure the claims that a CPU can answer, and record t
 	$(BIN)/python -m bench.cpu
 
 bazel:  ## build and smoke-test the BUILD targets, offline, where bazel is installed
-	@if command -v bazel >/dev/null 2>&1; then bazel test --noshow_progress //...; else \
+	@if command -v bazel >/dev/null 2>&1; then bazel --batch test --noshow_progress --symlink_prefix=/ --test_output=errors //...; else \
 	  echo "bazel: skipped, there is no bazel on PATH (Debian: apt-get install bazel-bootstrap)"; fi
 
 clean:  ## remove what make made: .venv, builds and caches (never recorded rows)
