@@ -6,7 +6,7 @@ VENV          := .venv
 BIN           := $(VENV)/bin
 RUNTIME       := $(VENV)/.made-runtime
 DEVELOPMENT   := $(VENV)/.made-development
-INSTALL       := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL       := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 LIBRARY       := $(shell find ffi -type f 2>/dev/null)
 
 # What `make demo` runs; each can be given on the command line: make demo TOKENS=32

@@ -207,7 +207,9 @@ def rewrite(text: str, parts: dict[str, str], verdicts: list[Verdict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.claims", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.claims", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per claim, with the whole row")
     parser.add_argument(
         "--readme",

@@ -265,3 +265,16 @@ def test_no_file_names_a_folder_of_one_machine_or_the_host_of_a_registry():
 @pytest.mark.parametrize("text", ["/wo" + "rk/x", "at /ro" + "ot/x", "py" + "pi.org", "../sha" + "red/x"])
 def test_what_is_forbidden_is_recognised(text):
     assert FORBIDDEN.search(text.encode())
+
+
+def test_tests_run_under_strict_settings_on_four_devices():
+    """tests/conftest.py came before jax was imported, or none of its settings would hold."""
+    import jax
+    import jax.numpy as jnp
+
+    if os.environ["JAX_PLATFORMS"] == "cpu":
+        assert jax.device_count() == 4
+    with pytest.raises(jax.dtypes.TypePromotionError, match="dtype_promotion=strict"):
+        jnp.add(jnp.ones(2, jnp.float32), jnp.ones(2, jnp.bfloat16))
+    with pytest.raises(ValueError, match="rank_promotion=.raise"):
+        jnp.add(jnp.ones((2, 2)), jnp.ones(2))
