@@ -1,0 +1,121 @@
+"""The sizes and choices of a cache, checked when they are built. Static: nothing here is an array.
+
+Knows numbers and whether they fit together. What the policies in it do is the business of `threshold` and `eviction`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from echo_jax.formats import KeyFormat, RecordFormat
+from echo_jax.types import PAGE, EvictionPolicy, ThresholdPolicy
+
+NO_CAP = float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    """One worker's cache. A variant is `dataclasses.replace(config, top_k=512)`."""
+
+    layer_kinds: tuple[str, ...]  # "full" or "shared" (reuses the selected set of the full layer before it)
+    records: RecordFormat
+    keys: KeyFormat
+    threshold: ThresholdPolicy
+    eviction: EvictionPolicy
+    seats: int  # B
+    capacity: int  # P, positions a request can hold
+    host_rows: int  # N_H
+    device_slots: int  # N_G, of each layer
+    top_k: int  # K
+    tokens_per_step: int = 1  # T
+    staging: int = 64  # S, staged records of a seat in one layer-step
+    prefetch_per_position: float = NO_CAP  # c: a seat's cap is min(S, floor(c * context))
+    offload: bool = True  # False: the resident run, everything on the device
+    host_memory: str = "auto"  # "ffi", "jnp", or the best there is
+    chunk: int = 512  # prompt tokens of one prefill call
+    warm_windows: int = 0  # queries at a prompt's end whose selected rows are recalled before decoding starts
+
+    def __post_init__(self):
+        self._check_sizes()
+        if self.offload:
+            self._check_pool()
+
+    def _check_sizes(self):
+        for name in ("seats", "capacity", "host_rows", "device_slots", "top_k", "tokens_per_step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)} but must be at least 1")
+        for name in ("capacity", "host_rows"):
+            if getattr(self, name) % PAGE:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, not a multiple of the page size {PAGE}; round it up to "
+                    f"{-(-getattr(self, name) // PAGE) * PAGE}"
+                )
+        if (
+            not self.layer_kinds
+            or self.layer_kinds[0] != "full"
+            or set(self.layer_kinds) - {"full", "shared"}
+        ):
+            raise ValueError(
+                f"layer kinds {self.layer_kinds} must be 'full' or 'shared' and start with 'full', whose selected set "
+                "the shared ones reuse"
+            )
+        if self.staging < 0 or not self.prefetch_per_position >= 0:
+            raise ValueError(
+                f"staging {self.staging} and prefetch_per_position {self.prefetch_per_position} must not be negative; "
+                "0 switches prefetch off"
+            )
+        if self.chunk < PAGE or self.chunk % PAGE:
+            raise ValueError(f"chunk is {self.chunk} but must be a multiple of {PAGE}, at least {PAGE}")
+        if not 0 <= self.warm_windows <= self.chunk:
+            raise ValueError(
+                f"warm_windows is {self.warm_windows} but must lie in 0..{self.chunk}, the chunk"
+            )
+        if self.host_memory not in ("auto", "ffi", "jnp"):
+            raise ValueError(f"host_memory {self.host_memory!r} is unknown; use 'auto', 'ffi' or 'jnp'")
+
+    def _check_pool(self):
+        needed = self.seats * self.tokens_per_step * (self.top_k + 1)
+        if self.device_slots < needed:
+            raise ValueError(
+                f"device pool holds {self.device_slots} rows but B*T*(K+1) = {self.seats}*{self.tokens_per_step}*"
+                f"({self.top_k}+1) needs {needed}; raise device_slots or lower the batch"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_kinds)
+
+    @property
+    def pages(self) -> int:
+        """Host pages, N_H / PAGE."""
+        return self.host_rows // PAGE
+
+    @property
+    def pages_per_seat(self) -> int:
+        return self.capacity // PAGE
+
+    @property
+    def pool_rows(self) -> int:
+        """Records one layer keeps on the device: N_G, or N_H in the resident run."""
+        return self.device_slots if self.offload else self.host_rows
+
+    def device_bytes(self) -> dict[str, int]:
+        """Device bytes by kind: L * [N_G * (record + 9) + N_H * (index key + 4)], the keys in full layers only."""
+        layers, full = self.num_layers, self.layer_kinds.count("full")
+        return {
+            "records": layers * self.pool_rows * self.records.bytes_per_row,
+            "index keys": full * self.host_rows * self.keys.bytes_per_key,
+            "metadata": layers * (4 * self.host_rows + 9 * self.device_slots) if self.offload else 0,
+        }
+
+    def host_bytes(self) -> int:
+        """Bytes of the host pool."""
+        return self.num_layers * self.host_rows * self.records.bytes_per_row if self.offload else 0
+
+    def cap(self, context: int) -> int:
+        """Most rows a seat with `context` positions may stage in one layer-step: min(S, floor(c * context))."""
+        return int(min(self.staging, self.prefetch_per_position * context))
+
+    def bytes_per_position(self) -> int:
+        """Device bytes that every position costs whether or not its records are resident: keys and their map."""
+        return self.layer_kinds.count("full") * self.keys.bytes_per_key + 4 * self.num_layers

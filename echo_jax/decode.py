@@ -1,0 +1,198 @@
+"""The decode step: where a model and a cache meet.
+
+`decode_step` is one pure function of fixed shapes: compiled once, it serves every cache content, occupancy and length.
+Each layer reads top to bottom: project, echo_layer (append, score, prefetch, select, require, attend, observe), finish.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from echo_jax import state as state_lib
+from echo_jax.config import CacheConfig
+from echo_jax.eviction import Lru
+from echo_jax.formats import KeyFormat, RecordFormat
+from echo_jax.layer import LayerInputs, LayerOutput, echo_layer
+from echo_jax.models import dsa
+from echo_jax.models.config import SHARED, DsaConfig
+from echo_jax.sampling import Sampling, sample
+from echo_jax.stats import Moved
+from echo_jax.threshold import Ema
+from echo_jax.types import PAGE, EchoState
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """A model and the cache that serves it; they must agree in layers, widths and top_k."""
+
+    model: DsaConfig
+    cache: CacheConfig
+
+    def __post_init__(self):
+        model, cache = self.model, self.cache
+        for what, wanted, given in (
+            ("layer kinds", model.layer_kinds, cache.layer_kinds),
+            ("record latent width", model.kv_lora_rank, cache.records.latent),
+            ("record rope width", model.qk_rope_head_dim, cache.records.rope),
+            ("index key width", model.index_head_dim, cache.keys.width),
+        ):
+            if wanted != given:
+                raise ValueError(
+                    f"the model's {what} is {wanted} but the cache's is {given}; use cache_config(model)"
+                )
+        if cache.capacity > model.max_positions:
+            raise ValueError(
+                f"capacity {cache.capacity} exceeds the model's {model.max_positions} positions; lower the capacity"
+            )
+
+
+def cache_config(
+    model: DsaConfig,
+    *,
+    seats: int,
+    capacity: int,
+    host_rows: int | None = None,
+    device_slots: int | None = None,
+    record_format: str = "bf16",
+    key_format: str = "f32",
+    rotate_index_keys: bool = False,
+    **options: Any,
+) -> CacheConfig:
+    """The cache of a model. Sizes are rounded up to pages; without host_rows every seat can be full at once, without
+    device_slots the pool holds 4 K rows a seat (at least what one step needs, at most every host row)."""
+    capacity = -(-capacity // PAGE) * PAGE
+    host_rows = seats * capacity if host_rows is None else -(-host_rows // PAGE) * PAGE
+    top_k = options.pop("top_k", model.index_topk)
+    needed = seats * options.get("tokens_per_step", 1) * (top_k + 1)
+    if device_slots is None:
+        device_slots = max(needed, min(4 * seats * top_k, host_rows))
+    options = {"threshold": Ema(), "eviction": Lru()} | options
+    return CacheConfig(
+        layer_kinds=model.layer_kinds,
+        records=RecordFormat(record_format, model.kv_lora_rank, model.qk_rope_head_dim),
+        keys=KeyFormat(key_format, model.index_head_dim, rotate_index_keys),
+        seats=seats,
+        capacity=capacity,
+        host_rows=host_rows,
+        device_slots=device_slots,
+        top_k=top_k,
+        **options,
+    )
+
+
+@struct.dataclass
+class StepOutput:
+    """What a step returns besides the state."""
+
+    logits: jax.Array  # f32[B, T, V]
+    selected: jax.Array  # i32[L, B, T, K]  attended positions, ascending, then NO_POSITION
+    digests: jax.Array  # u32[L, B, T]  fingerprints of each layer's attended outputs
+    moved: Moved  # i32[L] each
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
+def decode_step(
+    params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: DecodeConfig
+) -> tuple[EchoState, StepOutput]:
+    """One step for every seat: tokens i32[B, T] are appended, attended from and answered.
+
+    Idle seats, and seats whose capacity is used up, take part in the shapes only: they write nothing and their logits
+    mean nothing. `state` is donated. With T > 1 each token selects for itself, as if the steps had been taken one by
+    one; `rollback` drops the ones that are rejected.
+    """
+    return step(params, state, tokens, config=config)
+
+
+def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: DecodeConfig):
+    """decode_step without its own jit, for callers who bring theirs."""
+    model, cache = config.model, config.cache
+    view = state_lib.begin_step(cache, state, tokens.shape[1])
+    positions = view.positions.reshape(-1)
+    hidden = dsa.embed(params, tokens.reshape(-1), model)
+
+    layers, outputs = list(state.layers), []
+    for index, weights in enumerate(params["layers"]):
+        x = dsa.rms_norm(hidden, weights["input_norm"], model.rms_norm_eps)
+        inputs = _by_seat(dsa.attention_inputs(weights, x, positions, model), tokens.shape)
+        layers[index], output = echo_layer(
+            cache,
+            layers[index],
+            state.host_pool,
+            index,
+            view,
+            inputs,
+            scale=model.attention_scale,
+            shared=outputs[-1] if model.layer_kinds[index] == SHARED else None,
+        )
+        attended = output.attended.reshape(positions.shape[0], *output.attended.shape[2:])
+        hidden = hidden + dsa.attention_output(weights, attended, model)
+        x = dsa.rms_norm(hidden, weights["post_norm"], model.rms_norm_eps)
+        hidden = lax.optimization_barrier(
+            hidden + dsa.feed_forward(weights, x, model, model.mlp_kinds[index])
+        )
+        outputs.append(output)
+
+    state = state_lib.finish_step(cache, state, layers, [output.new_records for output in outputs], view)
+    logits = dsa.logits(params, hidden, model).reshape(*tokens.shape, -1)
+    return state, StepOutput(logits, *_stacked(outputs))
+
+
+def _by_seat(inputs: dsa.AttentionInputs, shape: tuple[int, ...]) -> LayerInputs:
+    """[B * T, ...] -> [B, T, ...]. The barrier makes the cache's side see finished values: what XLA fuses into the
+    projections must not depend on whether the cache is offloaded."""
+    inputs = lax.optimization_barrier(inputs)
+    split = [None if x is None else x.reshape(*shape, *x.shape[1:]) for x in inputs]
+    return LayerInputs(*split)
+
+
+def _stacked(outputs: list[LayerOutput]):
+    selected = jnp.stack([output.selection.positions for output in outputs])
+    digests = jnp.stack([output.digest for output in outputs])
+    moved = jax.tree.map(lambda *counts: jnp.stack(counts), *[output.moved for output in outputs])
+    return selected, digests, moved
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps", "sampling"), donate_argnames="state")
+def decode_many(
+    params: dsa.Params,
+    state: EchoState,
+    tokens: jax.Array,
+    seeds: jax.Array,
+    *,
+    config: DecodeConfig,
+    steps: int,
+    sampling: Sampling = Sampling(),
+) -> tuple[EchoState, tuple[jax.Array, StepOutput]]:
+    """`steps` steps with sampling between them, as one compiled loop: the same bits as calling decode_step.
+
+    tokens i32[B] are the first inputs, seeds u32[B] each seat's own. Returns the sampled tokens i32[steps, B] and the
+    outputs of every step, stacked.
+    """
+
+    def one(carry, _):
+        state, tokens = carry
+        next_position = state.tables.lengths + 1
+        state, output = step(params, state, tokens[:, None], config=config)
+        sampled = sample(output.logits[:, 0], seeds, next_position, sampling)
+        return (state, sampled), (sampled, output)
+
+    (state, _), outputs = lax.scan(one, (state, tokens), None, length=steps)
+    return state, outputs
+
+
+def partition_specs(state: EchoState, axis: str) -> EchoState:
+    """PartitionSpecs that give every device of a mesh axis its own seats, pools, tables and host pool.
+
+    Build the state with `stack_states`; inside `shard_map` each device then sees a whole state of its own.
+    """
+    specs = jax.tree.map(lambda leaf: PartitionSpec(axis), state)
+    host = None if state.host_pool is None else PartitionSpec(None, axis)
+    return specs.replace(host_pool=host, step=PartitionSpec())

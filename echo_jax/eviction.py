@@ -1,0 +1,79 @@
+"""Eviction policies: what priority a slot gets when a step uses it. The manager evicts the lowest unprotected one.
+
+Knows numbers, elementwise. Which slots exist, which are protected and who is evicted is decided in `pool`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+REBASE_AT = 2**30
+"""The step at which the clock is set back, so that priorities outlive 2^31 steps."""
+
+LOWEST = -(2**31) + 1
+"""The lowest priority a policy may write; one above FREE_PRIORITY."""
+
+
+def _shift_down(priority: jax.Array, shift: jax.Array) -> jax.Array:
+    """priority - shift, saturating at LOWEST: i32 must not wrap round."""
+    return jnp.where(priority < LOWEST + shift, jnp.int32(LOWEST), priority - shift)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lru:
+    """Least recently used: the step of last selection or write."""
+
+    def touch(self, priority, was_free, step, score):
+        return jnp.broadcast_to(step, priority.shape)
+
+    def rebase(self, priority, shift):
+        return _shift_down(priority, shift)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lfu:
+    """Least frequently used: how many steps have selected the row since it came in. Ties fall to the lower slot."""
+
+    def touch(self, priority, was_free, step, score):
+        return jnp.where(was_free, 1, jnp.minimum(priority, 2**31 - 2) + 1)
+
+    def rebase(self, priority, shift):
+        return priority  # a count, not a time
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreWeighted:
+    """Recency plus a bonus for high index scores: step + bonus_steps * sigmoid(score)."""
+
+    bonus_steps: int = 16
+
+    def touch(self, priority, was_free, step, score):
+        bonus = jnp.where(jnp.isnan(score), 0.0, jax.nn.sigmoid(score)) * self.bonus_steps
+        return step + jnp.round(bonus).astype(jnp.int32)
+
+    def rebase(self, priority, shift):
+        return _shift_down(priority, shift)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """CLOCK in the form a priority can carry: a use sets the epoch `step // period`, and victims of the oldest epoch
+    are taken in slot order, as the hand would meet them. `period` steps make one turn of the hand."""
+
+    period: int = 16
+
+    def __post_init__(self):
+        if self.period < 1:
+            raise ValueError(f"clock period is {self.period} but must be at least 1 step")
+
+    def touch(self, priority, was_free, step, score):
+        return jnp.broadcast_to(step // self.period, priority.shape)
+
+    def rebase(self, priority, shift):
+        return _shift_down(priority, shift // self.period)
+
+
+POLICIES = {"lru": Lru, "lfu": Lfu, "score": ScoreWeighted, "clock": Clock}

@@ -1,0 +1,124 @@
+"""The lightning indexer over resident keys: scores, exact selection, and who is worth copying ahead.
+
+Maths on arrays. Scores are what the stored keys give; the order of scores is total, so selection has one answer:
+-0 equals +0, equal scores go to the lower position, a visible NaN ranks below a visible -inf, and what a query cannot
+see is excluded by length, never by value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from echo_jax.types import NO_POSITION
+
+
+class Selection(NamedTuple):
+    """The exact top-k of each query."""
+
+    positions: jax.Array  # i32[..., K]  ascending, then NO_POSITION
+    kth_score: jax.Array  # f32[...]  the lowest selected score; NaN where nothing is selected
+
+
+def scores(query: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
+    """score[n, p] = sum_g weights[n, g] * relu(query[n, g] . keys[p]).
+
+    query f32[N, G, D_i], weights f32[N, G], keys f32[P, D_i] -> f32[N, P]. Positions a query cannot see are the
+    caller's to mask.
+    """
+    tokens, heads, width = query.shape
+    products = jnp.einsum(
+        "md,pd->mp", query.reshape(tokens * heads, width), keys, precision=lax.Precision.HIGHEST
+    )
+    products = jax.nn.relu(products).reshape(tokens, heads, -1)
+    return jnp.sum(products * weights[..., None], axis=1)
+
+
+def mask_invisible(score: jax.Array, visible: jax.Array) -> jax.Array:
+    """-inf at positions at or beyond visible i32[N]; score f32[N, P]."""
+    positions = jnp.arange(score.shape[-1], dtype=jnp.int32)
+    return jnp.where(positions[None] < visible[:, None], score, -jnp.inf)
+
+
+def select(score: jax.Array, visible: jax.Array, top_k: int) -> Selection:
+    """The top_k best of the first visible i32[N] positions of score f32[N, P]; all of them where fewer are visible.
+
+    Two ways to the same list: scores without NaN or infinity go through `lax.top_k`, whose ties fall to the lower
+    index; anything else through a search over the total order's integer keys.
+    """
+    top_k = min(top_k, score.shape[-1])
+    positions = jnp.arange(score.shape[-1], dtype=jnp.int32)
+    is_visible = positions[None] < visible[:, None]
+    is_odd = jnp.any(is_visible & ~jnp.isfinite(score))
+    return lax.cond(
+        is_odd, _select_by_order, _select_finite, score, is_visible, jnp.arange(top_k, dtype=jnp.int32)
+    )
+
+
+def _select_finite(score: jax.Array, is_visible: jax.Array, ranks: jax.Array) -> Selection:
+    top_k, length = ranks.shape[0], score.shape[-1]
+    comparable = jnp.where(is_visible, jnp.where(score == 0, 0.0, score), -jnp.inf)
+    values, positions = lax.top_k(comparable, top_k)
+    is_selected = values > -jnp.inf
+    kth_score = jnp.min(jnp.where(is_selected, values, jnp.inf), axis=-1)
+    ascending = jnp.sort(jnp.where(is_selected, positions.astype(jnp.int32), length), axis=-1)
+    return Selection(
+        jnp.where(ascending == length, NO_POSITION, ascending),
+        jnp.where(jnp.any(is_selected, axis=-1), kth_score, jnp.nan),
+    )
+
+
+def _select_by_order(score: jax.Array, is_visible: jax.Array, ranks: jax.Array) -> Selection:
+    top_k = ranks.shape[0]
+    keys = order_keys(score, is_visible)
+    wanted = jnp.minimum(jnp.sum(is_visible, axis=-1, dtype=jnp.int32), top_k)
+
+    def try_bit(bit, kth):
+        raised = kth | (jnp.uint32(1) << (31 - bit).astype(jnp.uint32))
+        enough = jnp.sum(keys >= raised[:, None], axis=-1, dtype=jnp.int32) >= wanted
+        return jnp.where(enough, raised, kth)
+
+    kth = lax.fori_loop(0, 32, try_bit, jnp.zeros(score.shape[:1], jnp.uint32))  # the wanted-th largest key
+    above, ties = keys > kth[:, None], is_visible & (keys == kth[:, None])
+    ties_taken = wanted - jnp.sum(above, axis=-1, dtype=jnp.int32)
+    is_selected = above | (ties & (jnp.cumsum(ties, axis=-1, dtype=jnp.int32) <= ties_taken[:, None]))
+    is_selected = is_selected & (wanted > 0)[:, None]
+
+    # The j-th selected position is where the running count first reaches j + 1.
+    running = jnp.cumsum(is_selected, axis=-1, dtype=jnp.int32)
+    found = jax.vmap(lambda count: jnp.searchsorted(count, ranks + 1).astype(jnp.int32))(running)
+    positions = jnp.where(ranks[None] < wanted[:, None], found, NO_POSITION)
+    kth_score = jnp.take_along_axis(
+        score, jnp.argmin(jnp.where(is_selected, keys, ~jnp.uint32(0)), -1)[:, None], -1
+    )
+    return Selection(
+        positions, jnp.where(wanted > 0, jnp.where(kth_score == 0, 0.0, kth_score)[:, 0], jnp.nan)
+    )
+
+
+def order_keys(score: jax.Array, is_visible: jax.Array) -> jax.Array:
+    """u32 keys in the order of scores: 0 invisible, 1 NaN, then -inf up to +inf with both zeros equal."""
+    bits = lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.uint32)
+    keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+    keys = jnp.where(jnp.isnan(score), jnp.uint32(1), keys)
+    return jnp.where(is_visible, keys, jnp.uint32(0))
+
+
+def prefetch_candidates(
+    score: jax.Array, threshold: jax.Array, is_absent: jax.Array, cap: jax.Array, staging: int
+) -> tuple[jax.Array, jax.Array]:
+    """Positions worth copying ahead, i32[B, S] ascending then NO_POSITION, and how many the cap refused, i32[B].
+
+    score f32[B, T, P]: a position is a candidate if any of its seat's queries scores above threshold f32[B] and
+    is_absent bool[B, P] (written before this step, and not resident). The lowest cap i32[B] <= S positions win.
+    """
+    passes = jnp.any(score > threshold[:, None, None], axis=1) & is_absent
+    running = jnp.cumsum(passes, axis=-1, dtype=jnp.int32)
+    ranks = jnp.arange(staging, dtype=jnp.int32)
+    found = jax.vmap(lambda count: jnp.searchsorted(count, ranks + 1).astype(jnp.int32))(running)
+    total = running[:, -1]
+    taken = jnp.minimum(total, cap)
+    return jnp.where(ranks[None] < taken[:, None], found, NO_POSITION), total - taken

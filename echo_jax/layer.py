@@ -1,0 +1,167 @@
+"""One ECHO layer, in the order of the paper: append, score, prefetch, select, require, attend, observe.
+
+Knows arrays of one layer and the order in which they are touched. Knows no model: what it is handed are a query, a
+record and index inputs, from anybody's projections. Knows no step: the tables were read once into a `StepView`, and the
+host pool is only read here; `state.finish_step` writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from echo_jax import attend, indexer, recall, threshold
+from echo_jax.config import CacheConfig
+from echo_jax.indexer import Selection
+from echo_jax.recall import StepView
+from echo_jax.stats import Moved
+from echo_jax.types import NO_POSITION, PAGE, LayerState
+
+Selector = Callable[[jax.Array, jax.Array, int], Selection]
+"""(score f32[N, P], visible i32[N], K) -> Selection. The default is the exact top-k."""
+
+
+class LayerInputs(NamedTuple):
+    """What a model's projections give for the new tokens of one layer."""
+
+    query: jax.Array  # f32[B, T, H, D]  absorbed query against whole records
+    record: jax.Array  # f32[B, T, D]  latent, then rotated key
+    index_query: jax.Array | None = None  # f32[B, T, G, D_i]  None in a shared layer
+    index_weights: jax.Array | None = None  # f32[B, T, G]
+    index_key: jax.Array | None = None  # f32[B, T, D_i]
+
+
+class LayerOutput(NamedTuple):
+    """What one layer gives back besides its state."""
+
+    attended: jax.Array  # f32[B, T, H, latent]
+    selection: (
+        Selection  # positions i32[B, T, K], kth_score f32[B, T]; hand it to the shared layers that follow
+    )
+    scores: jax.Array  # f32[B, T, K]  index scores of the selected positions
+    new_records: jax.Array  # [B, T, *record shape]  stored form, for finish_step
+    digest: jax.Array  # u32[B, T]  fingerprint of the attended bits
+    moved: Moved
+
+
+def echo_layer(
+    config: CacheConfig,
+    state: LayerState,
+    host_pool: jax.Array | None,
+    layer: int | jax.Array,
+    view: StepView,
+    inputs: LayerInputs,
+    *,
+    scale: float,
+    shared: LayerOutput | None = None,
+    selector: Selector = indexer.select,
+) -> tuple[LayerState, LayerOutput]:
+    """Attention of one layer over a cache whose records live on the host.
+
+    On return the layer's maps and pool hold every selected row. `shared` is the output of the full layer whose selected
+    set this layer reuses; without it the layer scores and selects for itself.
+    """
+    layer = jnp.asarray(layer, jnp.int32)
+    new_records = config.records.encode(inputs.record)
+    staging = recall.no_staging(config, view.rows.shape[0])
+    if shared is None:
+        state = append(config, state, view, inputs)
+        score = score_positions(config, state, view, inputs)
+        if config.offload:
+            predicted = threshold.predict(config.threshold, state.threshold, config.seats)
+            staging = recall.prefetch(config, state, host_pool, layer, view, score, predicted)
+        selection = select(config, view, score, selector)
+        scores = jnp.take_along_axis(score, jnp.maximum(selection.positions, 0), axis=-1)
+    else:
+        selection, scores = shared.selection, shared.scores
+
+    if config.offload:
+        state, slots, moved = recall.require(
+            config, state, host_pool, layer, view, new_records, selection.positions, scores, staging
+        )
+    else:
+        state, slots, moved = keep_resident(config, state, view, new_records, selection.positions)
+
+    attended = attend_slots(config, state, inputs.query, slots, selection.positions, scale)
+    if shared is None:
+        state = observe(config, state, view, selection)
+    digest = attend.digest(attended.reshape(-1, *attended.shape[2:])).reshape(attended.shape[:2])
+    return state, LayerOutput(attended, selection, scores, new_records, digest, moved)
+
+
+def append(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> LayerState:
+    """The new index keys go to their resident places."""
+    keys = inputs.index_key.reshape(-1, config.keys.width)
+    return state.replace(index_keys=config.keys.append(state.index_keys, view.new_rows.reshape(-1), keys))
+
+
+def score_positions(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> jax.Array:
+    """f32[B, T, P]: index scores of all positions, -inf where the query does not see."""
+    query, weights = config.keys.prepare_query(inputs.index_query, inputs.index_weights)
+    pages = page_numbers(view.rows)
+    keys = config.keys.read_pages(state.index_keys, pages.reshape(-1))
+    keys = keys.reshape(*view.rows.shape, config.keys.width)
+    # The barrier keeps XLA from fusing the scores differently in the resident and in the offloaded program.
+    query, weights, keys = lax.optimization_barrier((query, weights, keys))
+    score = jax.vmap(indexer.scores)(query, weights, keys)
+    return lax.optimization_barrier(jax.vmap(indexer.mask_invisible)(score, view.visible))
+
+
+def page_numbers(rows: jax.Array) -> jax.Array:
+    """i32[B, P // PAGE] page of each run of positions; rows i32[B, P]. NO_ROW gives a negative number."""
+    return rows[:, ::PAGE] // PAGE
+
+
+def select(config: CacheConfig, view: StepView, score: jax.Array, selector: Selector) -> Selection:
+    """The selector's choice for every query, i32[B, T, K]."""
+    flat = selector(score.reshape(-1, score.shape[-1]), view.visible.reshape(-1), config.top_k)
+    positions = flat.positions.reshape(*score.shape[:2], -1)
+    missing = config.top_k - positions.shape[-1]  # a context shorter than K lists fewer
+    positions = jnp.pad(positions, ((0, 0), (0, 0), (0, missing)), constant_values=NO_POSITION)
+    return Selection(positions, flat.kth_score.reshape(score.shape[:2]))
+
+
+def keep_resident(
+    config: CacheConfig, state: LayerState, view: StepView, new_records: jax.Array, selected: jax.Array
+) -> tuple[LayerState, jax.Array, Moved]:
+    """The resident run's `require`: slot = host row, nothing can be missing."""
+    rows = view.new_rows.reshape(-1)
+    outside = jnp.where(rows < 0, state.records.shape[0], rows)
+    records = state.records.at[outside].set(new_records.reshape(-1, *config.records.shape), mode="drop")
+    slots = recall.rows_at(view.rows, selected.reshape(selected.shape[0], -1)).reshape(selected.shape)
+    none = jnp.int32(0)
+    hits = jnp.sum(selected != NO_POSITION, dtype=jnp.int32)
+    moved = Moved(hits, none, none, none, none, none, jnp.sum(rows >= 0, dtype=jnp.int32))
+    return state.replace(records=records), slots, moved
+
+
+def attend_slots(
+    config: CacheConfig,
+    state: LayerState,
+    query: jax.Array,
+    slots: jax.Array,
+    selected: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """f32[B, T, H, latent]: sparse MLA over the records in the slots, in list order."""
+    seats, count, heads, width = query.shape
+    stored = state.records.at[jnp.maximum(slots, 0)].get(mode="clip")
+    flat = (
+        query.reshape(-1, heads, width),
+        stored.reshape(-1, *stored.shape[2:]),
+        (selected >= 0).reshape(-1, slots.shape[-1]),
+    )
+    query, stored, is_listed = lax.optimization_barrier(flat)
+    attended = attend.attend(query, stored, is_listed, scale, config.records)
+    return lax.optimization_barrier(attended).reshape(seats, count, heads, -1)
+
+
+def observe(config: CacheConfig, state: LayerState, view: StepView, selection: Selection) -> LayerState:
+    """The threshold policy learns the true k-th scores; not where at most K positions were visible."""
+    is_informative = view.visible > config.top_k
+    memory = threshold.observe(config.threshold, state.threshold, selection.kth_score, is_informative)
+    return state.replace(threshold=memory)

@@ -1,0 +1,247 @@
+"""A whole worker's state: made, opened for a step, closed after it, and changed between steps.
+
+Requests come and go here: admitted with room for all they may grow to, forked, rolled back, released. Knows tables,
+pools and the host pool. Knows no model and no token.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from echo_jax import eviction, hostmem, pool, tables, threshold
+from echo_jax.config import CacheConfig
+from echo_jax.recall import StepView
+from echo_jax.types import NO_PAGE, NO_ROW, PAGE, EchoState, LayerState
+
+
+def create(config: CacheConfig, device: jax.Device | None = None) -> EchoState:
+    """An empty cache: pools allocated once, no request, every page free. All arrays are committed to the device."""
+    device = device or jax.devices()[0]
+
+    def one_layer(kind: str) -> LayerState:
+        is_full = kind == "full"
+        keys = jnp.zeros((config.pages, *config.keys.page_shape), config.keys.dtype) if is_full else None
+        return LayerState(
+            slots=pool.initial(config.host_rows, config.device_slots) if config.offload else None,
+            records=jnp.zeros((config.pool_rows, *config.records.shape), config.records.dtype),
+            index_keys=keys,
+            threshold=threshold.initial(config.threshold, config.seats) if is_full else None,
+        )
+
+    host_pool = None
+    if config.offload:
+        memory = hostmem.choose(device.platform, config.host_memory)
+        shape = (config.num_layers, config.host_rows, *config.records.shape)
+        host_pool = hostmem.create_pool(shape, config.records.dtype, memory, device)
+    layers = tuple(jax.device_put(one_layer(kind), device) for kind in config.layer_kinds)
+    start = jax.device_put((tables.initial(config), jnp.int32(0)), device)
+    return EchoState(tables=start[0], layers=layers, host_pool=host_pool, step=start[1])
+
+
+def begin_step(config: CacheConfig, state: EchoState, tokens_per_seat: int | None = None) -> StepView:
+    """Reads the tables once for a step of T tokens per seat."""
+    positions, new_rows = tables.new_rows(state.tables, tokens_per_seat or config.tokens_per_step)
+    return StepView(
+        rows=tables.rows_of_positions(state.tables),
+        lengths=state.tables.lengths,
+        positions=positions,
+        new_rows=new_rows,
+        visible=jnp.where(new_rows == NO_ROW, 0, positions + 1),
+        step=state.step,
+    )
+
+
+def finish_step(
+    config: CacheConfig,
+    state: EchoState,
+    layers: tuple[LayerState, ...] | list[LayerState],
+    new_records: list[jax.Array],
+    view: StepView,
+) -> EchoState:
+    """Ends a step: new_records, one [B, T, *record] a layer, go to the host; lengths and clock move on."""
+    written = jnp.sum(view.new_rows != NO_ROW, axis=1, dtype=jnp.int32)
+    return close(config, state, layers, new_records, view.new_rows.reshape(-1), written)
+
+
+def close(
+    config: CacheConfig,
+    state: EchoState,
+    layers: tuple[LayerState, ...] | list[LayerState],
+    new_records: list[jax.Array],
+    rows: jax.Array,
+    written: jax.Array,
+) -> EchoState:
+    """Writes new records of all layers to host rows i32[M] in one call; seats grow by written i32[B].
+
+    The write is tied behind every layer's pool, so behind every recall and prefetch of the step: an untied write, or
+    one per layer, makes XLA copy the whole host pool.
+    """
+    layers, host_pool = tuple(layers), state.host_pool
+    if host_pool is not None:
+        stacked = jnp.stack([record.reshape(-1, *config.records.shape) for record in new_records])
+        host_pool, stacked, layers = lax.optimization_barrier((host_pool, stacked, layers))
+        host_pool = hostmem.write_back(host_pool, stacked, rows)
+    step = state.step + 1
+    shift = jnp.where(step >= eviction.REBASE_AT, eviction.REBASE_AT, 0)
+    if config.offload:
+        layers = tuple(_rebase(config, layer, shift) for layer in layers)
+    return EchoState(
+        tables=state.tables.replace(lengths=state.tables.lengths + written),
+        layers=layers,
+        host_pool=host_pool,
+        step=step - shift,
+    )
+
+
+def _rebase(config: CacheConfig, layer: LayerState, shift: jax.Array) -> LayerState:
+    maps = layer.slots
+    priority = jnp.where(
+        maps.free | (shift == 0), maps.priority, config.eviction.rebase(maps.priority, shift)
+    )
+    return layer.replace(slots=maps.replace(priority=priority))
+
+
+def admit(
+    config: CacheConfig,
+    state: EchoState,
+    seat: int,
+    positions: int,
+    shared_pages=(),
+    shared_length: int | None = None,
+) -> EchoState:
+    """Gives a seat to a request that will hold up to `positions` positions; its pages are reserved now.
+
+    shared_pages: full pages of an equal prefix, owned by another seat or cached; the request starts after them.
+    Raises ValueError, changing nothing, when the seat is taken or pages are short.
+    """
+    tables.check_seat(state.tables, seat, must_be_active=False)
+    needed = tables.pages_for(state.tables, positions)
+    shared_pages = np.asarray(shared_pages, np.int32)
+    tables.check_shared_pages(state.tables, shared_pages, needed)
+    tables.check_free_pages(state.tables, needed - len(shared_pages))
+    padded = np.full((config.pages_per_seat,), NO_PAGE, np.int32)
+    padded[: len(shared_pages)] = shared_pages
+    return _admit(state, np.int32(seat), np.int32(needed), padded, np.int32(len(shared_pages)), config=config)
+
+
+def _donated(function):
+    """Jitted with the state given up, config static; the arrays' places and memory kinds stay as they are."""
+    return jax.jit(function, donate_argnames="state", static_argnames="config")
+
+
+@_donated
+def _admit(
+    state: EchoState, seat, pages_needed, shared_pages, shared_count, *, config: CacheConfig
+) -> EchoState:
+    updated = tables.admit(state.tables, seat, pages_needed, shared_pages, shared_count, shared_count * PAGE)
+    return state.replace(tables=updated, layers=_fresh_thresholds(config, state.layers, seat))
+
+
+def _fresh_thresholds(config: CacheConfig, layers, seat):
+    """A predictor must not carry over from the seat's previous occupant."""
+    return tuple(
+        layer
+        if layer.threshold is None
+        else layer.replace(threshold=threshold.reset(config.threshold, layer.threshold, seat))
+        for layer in layers
+    )
+
+
+def fork(config: CacheConfig, state: EchoState, parent: int, child: int, positions: int) -> EchoState:
+    """The child starts as a copy of the parent: full pages are shared, the partial page is copied (records of all
+    layers and index keys; slots are not copied). `positions` is the child's capacity."""
+    tables.check_seat(state.tables, parent, must_be_active=True)
+    tables.check_seat(state.tables, child, must_be_active=False)
+    length = int(state.tables.lengths[parent])
+    if positions < length:
+        raise ValueError(
+            f"a fork of {positions} positions cannot hold its parent's {length}; raise the child's positions"
+        )
+    needed = tables.pages_for(state.tables, positions)
+    tables.check_free_pages(state.tables, needed - length // PAGE)
+    return _fork(state, np.int32(parent), np.int32(child), np.int32(needed), config=config)
+
+
+@_donated
+def _fork(state: EchoState, parent, child, pages_needed, *, config: CacheConfig) -> EchoState:
+    length = state.tables.lengths[parent]
+    full, partial = length // PAGE, length % PAGE
+    table = state.tables.page_table[parent]
+    updated = tables.admit(state.tables, child, pages_needed, table, full, length)
+    last = jnp.minimum(full, config.pages_per_seat - 1)
+    source_page, target_page = table[last], updated.page_table[child, last]
+    has_partial = partial > 0
+
+    layers = []
+    for layer in _fresh_thresholds(config, state.layers, child):
+        if layer.index_keys is not None:
+            where = jnp.where(has_partial, target_page, config.pages)
+            copied = layer.index_keys.at[where].set(
+                layer.index_keys[jnp.maximum(source_page, 0)], mode="drop"
+            )
+            layer = layer.replace(index_keys=copied)
+        layers.append(layer)
+
+    offsets = jnp.arange(PAGE, dtype=jnp.int32)
+    source = jnp.where(offsets < partial, source_page * PAGE + offsets, NO_ROW)
+    target = jnp.where(offsets < partial, target_page * PAGE + offsets, NO_ROW)
+    if state.host_pool is None:
+        outside = jnp.where(target < 0, config.host_rows, target)
+        layers = [
+            layer.replace(
+                records=layer.records.at[outside].set(layer.records[jnp.maximum(source, 0)], mode="drop")
+            )
+            for layer in layers
+        ]
+        return state.replace(tables=updated, layers=tuple(layers))
+    host_pool = hostmem.copy_rows(state.host_pool, source, target)
+    return state.replace(tables=updated, layers=tuple(layers), host_pool=host_pool)
+
+
+def release(config: CacheConfig, state: EchoState, seat: int, keep_pages: bool = False) -> EchoState:
+    """Ends a seat's request: pages nobody else refers to become free, or cached for reuse with keep_pages (full ones
+    only), and their rows lose their slots."""
+    tables.check_seat(state.tables, seat, must_be_active=True)
+    return _release(state, np.int32(seat), np.bool_(keep_pages), config=config)
+
+
+@_donated
+def _release(state: EchoState, seat, keep_pages, *, config: CacheConfig) -> EchoState:
+    updated, dropped = tables.release(state.tables, seat, keep_pages)
+    return state.replace(tables=updated, layers=_drop_slots(state.layers, dropped))
+
+
+def _drop_slots(layers, dropped):
+    return tuple(
+        layer if layer.slots is None else layer.replace(slots=pool.release(layer.slots, dropped))
+        for layer in layers
+    )
+
+
+def uncache(config: CacheConfig, state: EchoState, pages) -> EchoState:
+    """Cached pages become free."""
+    chosen = np.zeros((config.pages,), bool)
+    chosen[np.asarray(pages, np.int32)] = True
+    not_cached = np.flatnonzero(chosen & ~np.asarray(state.tables.page_cached))
+    if len(not_cached):
+        raise ValueError(f"page {not_cached[0]} is not cached; only cached pages can be dropped")
+    return state.replace(tables=tables.uncache(state.tables, jnp.asarray(chosen)))
+
+
+def rollback(config: CacheConfig, state: EchoState, lengths) -> EchoState:
+    """Drops the newest rows of every seat, down to lengths i32[B], from tables and maps: what speculative decoding
+    does with rejected tokens. Refuses to lengthen, and to touch a page that another request shares."""
+    lengths = np.asarray(lengths, np.int32)
+    tables.check_rollback(state.tables, lengths)
+    return _rollback(state, lengths, config=config)
+
+
+@functools.partial(jax.jit, donate_argnames="state", static_argnames="config")
+def _rollback(state: EchoState, lengths, *, config: CacheConfig) -> EchoState:
+    updated, dropped = tables.rollback(state.tables, lengths)
+    return state.replace(tables=updated, layers=_drop_slots(state.layers, dropped))
