@@ -78,9 +78,9 @@ def create_pool(
 ) -> jax.Array:
     """A zeroed pool [L, N_H, *record], committed to `device` (a device, a sharding or the default device).
 
-    The zeros come from untouched pages of the operating system, so making a pool takes its own size once, and
-    nothing of it passes through device memory. ValueError for a shape that is no pool or a record that is not
-    whole words.
+    JAX owns the memory, so the first donation is in place already. Making a pool takes its own size once, and
+    nothing of a pinned pool passes through the memory of a GPU. ValueError for a shape that is no pool or a
+    record that is not whole words.
     """
     shape = tuple(int(size) for size in shape)
     dtype = jnp.dtype(dtype)
@@ -99,8 +99,7 @@ def create_pool(
         sharding = jax.sharding.SingleDeviceSharding(sharding)
     if memory is HostMemory.PINNED:
         sharding = _compat.on_host(sharding)
-    # make_array_from_callback would type a pinned array as device memory, and XLA ends the process over that.
-    return jax.device_put(np.zeros(shape, dtype), sharding)
+    return _compat.zeros(shape, dtype, sharding)
 
 
 def memory_of(host_pool: jax.Array) -> HostMemory:
