@@ -99,9 +99,7 @@ def read_claims(path: Path = CLAIMS) -> tuple[dict[str, str], list[Claim]]:
     parts, claims = data["parts"], []
     for name, fields in data["claims"].items():
         if set(fields) != {"what", "unit", "bar"}:
-            raise ValueError(
-                f"{path}: claim {name} must have what, unit and bar, not {', '.join(sorted(fields))}"
-            )
+            raise ValueError(f"{path}: claim {name} must have what, unit and bar, not {', '.join(sorted(fields))}")
         claim = Claim(id=name, **fields)
         if claim.part not in parts:
             raise ValueError(f"{path}: claim {name} names part {claim.part!r}; there are {', '.join(parts)}")
@@ -120,13 +118,9 @@ def judge(claims: list[Claim], rows: list[tuple[harness.Row, str]]) -> list[Verd
         if row.claim is None:
             continue
         if row.claim not in known:
-            raise ValueError(
-                f"{place}: no claim is called {row.claim!r}; add it to {CLAIMS.name}, or use `name`"
-            )
+            raise ValueError(f"{place}: no claim is called {row.claim!r}; add it to {CLAIMS.name}, or use `name`")
         if row.unit != known[row.claim].unit:
-            raise ValueError(
-                f"{place}: {row.claim} is in {known[row.claim].unit!r}, but the row in {row.unit!r}"
-            )
+            raise ValueError(f"{place}: {row.claim} is in {known[row.claim].unit!r}, but the row in {row.unit!r}")
         if row.claim not in latest or row.when() >= latest[row.claim].when():
             latest[row.claim] = row
     return [Verdict(claim, latest.get(claim.id)) for claim in claims]
@@ -137,10 +131,7 @@ def as_text(verdicts: list[Verdict]) -> str:
     lines = [verdict.cells() for verdict in verdicts]
     columns = {name: max([len(name), *(len(line[name]) for line in lines)]) for name in list(lines[0])[:-1]}
     rows = [{name: name for name in lines[0]}, *lines]
-    table = [
-        "  ".join([*(row[name].ljust(width) for name, width in columns.items()), row["machine"]])
-        for row in rows
-    ]
+    table = ["  ".join([*(row[name].ljust(width) for name, width in columns.items()), row["machine"]]) for row in rows]
     counts = [f"{sum(v.status == name for v in verdicts)} {name}" for name in ("met", "short", "unmeasured")]
     return "\n".join([*table, "", f"{len(verdicts)} claims: {', '.join(counts)}"])
 
@@ -178,9 +169,7 @@ def as_markdown(parts: dict[str, str], verdicts: list[Verdict]) -> str:
             where = "" if verdict.row is None else f"{cell['machine']}, {cell['date']}"
             what = verdict.claim.what.replace("|", "\\|")
             value = cell["value"] if verdict.row else ""
-            lines.append(
-                f"| {verdict.claim.id} | {what} | {value} | {cell['bar']} | {verdict.status} | {where} |"
-            )
+            lines.append(f"| {verdict.claim.id} | {what} | {value} | {cell['bar']} | {verdict.status} | {where} |")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -194,9 +183,7 @@ def rewrite(text: str, parts: dict[str, str], verdicts: list[Verdict]) -> str:
     def table(match: re.Match[str]) -> str:
         letters = match[2].split() or list(parts)
         if unknown := [letter for letter in letters if letter not in parts]:
-            raise ValueError(
-                f"the marker {match[1].strip()} names part {unknown[0]}; there are {', '.join(parts)}"
-            )
+            raise ValueError(f"the marker {match[1].strip()} names part {unknown[0]}; there are {', '.join(parts)}")
         chosen = {letter: parts[letter] for letter in letters}
         return f"{match[1]}\n{as_markdown(chosen, verdicts)}\n\n{match[3]}"
 
@@ -207,9 +194,7 @@ def rewrite(text: str, parts: dict[str, str], verdicts: list[Verdict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.claims", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m bench.claims", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one JSON object per claim, with the whole row")
     parser.add_argument(
         "--readme",
@@ -219,9 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="FILE",
         help="write the tables of FILE (README.md)",
     )
-    parser.add_argument(
-        "--results", type=Path, default=harness.RESULTS, metavar="FOLDER", help="folder of rows"
-    )
+    parser.add_argument("--results", type=Path, default=harness.RESULTS, metavar="FOLDER", help="folder of rows")
     flags = parser.parse_args(arguments)
     try:
         parts, claims = read_claims()
@@ -241,9 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _number(value: float) -> str:
     """Four significant digits, without an exponent for anything people measure here."""
-    return (
-        f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    )
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 if __name__ == "__main__":

@@ -62,11 +62,7 @@ class Row:
     notes: str = ""
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.value, bool)
-            or not isinstance(self.value, int | float)
-            or not math.isfinite(self.value)
-        ):
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not math.isfinite(self.value):
             raise ValueError(f"value must be a finite number, not {self.value!r}")
         for field, kind in (
             ("unit", str),
@@ -88,9 +84,7 @@ class Row:
         try:
             moment = datetime.datetime.fromisoformat(self.date)
         except ValueError:
-            raise ValueError(
-                f"date must be ISO 8601, as 2026-01-31T12:00:00+00:00, not {self.date!r}"
-            ) from None
+            raise ValueError(f"date must be ISO 8601, as 2026-01-31T12:00:00+00:00, not {self.date!r}") from None
         return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
 
 
@@ -139,9 +133,7 @@ class Measurement:
 
     def scaled(self, factor: float) -> "Measurement":
         """The same in another unit: `scaled(1e6)` is in microseconds, `scaled(1 / steps)` is per step."""
-        return dataclasses.replace(
-            self, median=self.median * factor, p10=self.p10 * factor, p90=self.p90 * factor
-        )
+        return dataclasses.replace(self, median=self.median * factor, p10=self.p10 * factor, p90=self.p90 * factor)
 
 
 def measure(function: Callable[[], Any], repeats: int = 30, warmup: int = 3) -> Measurement:
@@ -256,17 +248,13 @@ def _lines(path: Path) -> list[str]:
 
 def _commit() -> str:
     def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
         commit = git("rev-parse", "--short=12", "HEAD")
         return commit + (
-            "+"
-            if commit and git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
-            else ""
+            "+" if commit and git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results") else ""
         )
     except FileNotFoundError:  # a machine without git: the row says so by having no commit
         return ""

@@ -13,9 +13,7 @@ import hypothesis
 import pytest
 
 if "jax" in sys.modules:
-    raise RuntimeError(
-        "jax was imported before tests/conftest.py could set it up; a pytest plugin imports it"
-    )
+    raise RuntimeError("jax was imported before tests/conftest.py could set it up; a pytest plugin imports it")
 
 # Four CPU devices, for the tests of shard_map. Whoever gives a number of their own keeps it.
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -35,9 +33,7 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 hypothesis.settings.register_profile(
     "ci", derandomize=True, deadline=None, database=None, print_blob=True, max_examples=50
 )
-hypothesis.settings.register_profile(
-    "explore", deadline=None, database=None, print_blob=True, max_examples=500
-)
+hypothesis.settings.register_profile("explore", deadline=None, database=None, print_blob=True, max_examples=500)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

@@ -124,12 +124,9 @@ def deviations(text: str, tree: dict[str, Room]) -> list[str]:
     for name in sorted(tree.keys() & targets.keys()):
         deps, sources = targets[name]
         room = tree[name]
+        found += [f'{name} imports {other}, but its deps lack ":{other}"' for other in sorted(room.imports - deps)]
         found += [
-            f'{name} imports {other}, but its deps lack ":{other}"' for other in sorted(room.imports - deps)
-        ]
-        found += [
-            f'{name} does not import {other}, but its deps hold ":{other}"'
-            for other in sorted(deps - room.imports)
+            f'{name} does not import {other}, but its deps hold ":{other}"' for other in sorted(deps - room.imports)
         ]
         if sources != ast.unparse(ast.parse(room.sources)):
             found.append(f"the srcs of {name} are {sources}, not {room.sources}")
