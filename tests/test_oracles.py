@@ -213,6 +213,13 @@ def test_released_rows_leave_free_slots_and_absent_ones_nothing():
     assert pool.require([[8]], [[]], 2, least_recently_used).placed == [(8, 1)]
 
 
+def test_a_new_row_is_no_hit_even_where_it_is_resident():
+    pool = OraclePool(host_rows=9, slots=3)
+    pool.require([[5, 6]], [[]], 1, least_recently_used)
+    done = pool.require([[5, 6]], [[5]], 2, least_recently_used)
+    assert (done.hits, done.missing, done.placed, done.slots) == (1, 0, [], [[0, 1]])
+
+
 def test_one_slot_short_is_refused_and_changes_nothing():
     pool = OraclePool(host_rows=9, slots=3)
     pool.require([[5]], [[]], 1, least_recently_used)
@@ -504,6 +511,9 @@ def test_counts_by_hand():
     expected = counting.Counts(2, 2, 1, 3, host_to_device_bytes=(3 + 3) * 10, device_to_host_bytes=2 * 10)
     assert counting.count(event, record_bytes=10) == expected
     assert counting.total([event, event], 10) == counting.Counts(4, 4, 2, 6, 120, 40)
+    # A copy of a row that was resident, or is made in this step, serves nobody.
+    idle_copies = counting.LayerStep(frozenset({1}), [[1, 20]], [[20]], [[1, 20]])
+    assert counting.count(idle_copies, 10) == counting.Counts(1, 0, 0, 2, 20, 10)
     idle = counting.LayerStep(frozenset(), [[]], [[NO_ROW]], [[NO_ROW]])
     assert counting.count(idle, 10) == counting.Counts()
 
