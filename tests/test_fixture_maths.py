@@ -56,7 +56,7 @@ def after_selection(layer, hidden, inputs, selected, kind, config):
 
 
 def plain_forward(params, tokens, config):
-    """tokens i32[N] -> logits f32[N, V], selected sets bool[L, N, N] (query, position), index scores f32[full, N, N]."""
+    """tokens i32[N] -> logits f32[N, V], selected sets bool[L, N, N], index scores f32[full layers, N, N]."""
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     hidden = dsa.embed(params, jnp.asarray(tokens, jnp.int32), config)
     sets, all_scores, selected = [], [], None

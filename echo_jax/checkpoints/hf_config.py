@@ -214,7 +214,9 @@ def _activation_dtype(raw: Mapping[str, Any]) -> str:
     stated = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     dtype = str(stated).removeprefix("torch.")
     if dtype not in _ACTIVATIONS:
-        raise ValueError(f"dtype {stated!r} is not supported; supported: {', '.join(_ACTIVATIONS)}; convert the weights")
+        raise ValueError(
+            f"dtype {stated!r} is not supported; supported: {', '.join(_ACTIVATIONS)}; convert the weights"
+        )
     return _ACTIVATIONS[dtype]
 
 
@@ -264,7 +266,9 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
             "needs a checkpoint trained with one of them"
         )
     if theta is None:
-        raise ValueError("config.json lacks rope_theta (in rope_parameters or beside it); add what the model was trained with")
+        raise ValueError(
+            "config.json lacks rope_theta (in rope_parameters or beside it); add what the model was trained with"
+        )
     if stated.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ValueError(
             f"partial_rotary_factor {stated['partial_rotary_factor']} is not supported; all qk_rope_head_dim dims are "

@@ -1,7 +1,8 @@
 """Which stored tensor is which parameter: the names and shapes of the hub layout against the params pytree of `dsa`.
 
-Knows names, shapes and the two rearrangements between them (a linear weight is stored `[out, in]` and used `[in, ...out]`;
-`kv_b_proj` holds the key and the value part of each head side by side). Knows no files, no dtypes, no values.
+Knows names, shapes and the two rearrangements between them (a linear weight is stored `[out, in]` and used
+`[in, ...out]`; `kv_b_proj` holds the key and the value part of each head side by side). Knows no files, no dtypes, no
+values.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Hugging Face folders: `config.json` and safetensors files, read into a params pytree and written from one.
 
-Knows files, stored dtypes and FP8 block scales. What the names mean is in `layout`, what the config says in
-`hf_config`. All headers are read and checked before the first weight is; then tensor by tensor: each is converted and
-put on its device before the next is read. The largest thing held on the way is one parameter, experts stacked, so a
-model never exists twice.
-
-The files are read here and not through the safetensors package, which has no NumPy form of FP8 (0.8.0).
+Knows the order of things: all headers are read and checked before the first weight is; then tensor by tensor, each
+converted and put on its device before the next is read. The largest thing held on the way is one parameter, experts
+stacked, so a model never exists twice. What names mean is in `layout`, what the config says in `hf_config`, what lies
+in the files in `files`.
 """
 
 from __future__ import annotations
@@ -27,27 +25,29 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from echo_jax.checkpoints.hf_config import FP8_BLOCK, check_quantization, config_from_hf, config_to_hf
+from echo_jax.checkpoints.files import (
+    FLOATS,
+    FP8,
+    INDEX_FILE,
+    SCALE_DTYPES,
+    SCALE_SUFFIX,
+    SINGLE_FILE,
+    Entry,
+    open_weights,
+    read_tensor,
+    with_single_experts,
+)
+from echo_jax.checkpoints.hf_config import check_quantization, config_from_hf, config_to_hf
 from echo_jax.checkpoints.layout import StoredTensor, is_never_narrowed, stored_tensors
 from echo_jax.models.config import FULL, DsaConfig
 from echo_jax.models.dsa import Params
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-SCALE_SUFFIX = "_scale_inv"
-
 Shardings = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
-"""One sharding for every parameter, or a function of its path ("layers/3/moe/gate") and shape; None: the default device."""
+"""One sharding for every parameter, or a function of its path ("layers/3/moe/gate") and shape. None: default device."""
 
-_DTYPES = {
-    "F32": np.dtype(np.float32),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-}
-_FLOATS, _FP8 = ("F32", "BF16", "F16"), "F8_E4M3"
 _TARGETS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 _NO_PARAMETER = re.compile(r"\.rotary_emb\.inv_freq$")
+"""Constants that old exports stored beside the weights."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -83,7 +83,8 @@ def load_folder(
     allow_extra: do not refuse tensors that this model has no place for.
 
     Layers from num_hidden_layers on (multi-token prediction) are skipped, and indexer weights in a shared layer. Raises
-    FileNotFoundError for a missing folder, config or shard, ValueError for whatever does not fit, before any weight is read.
+    FileNotFoundError for a missing folder, config or shard and ValueError for whatever does not fit, before any weight
+    is read.
     """
     if dtype not in ("float32", "bfloat16", None):
         raise ValueError(f"dtype {dtype!r} is not supported; use 'float32', 'bfloat16' or None (as stored)")
@@ -91,7 +92,7 @@ def load_folder(
     config = config_from_hf(raw)
     block = check_quantization(raw)
     tensors = list(stored_tensors(config))
-    files = _with_single_experts(_open_weights(Path(path)))
+    files = with_single_experts(open_weights(Path(path)))
     _check(tensors, files, config, block, allow_extra)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
@@ -103,8 +104,8 @@ def load_folder(
     params: dict[str, jax.Array] = {}
     stacks: dict[str, np.ndarray] = {}
     for tensor in tensors:
-        stored = _read(tensor.name, files, block)
-        is_quantised = files[tensor.name].dtype == _FP8
+        stored = read_tensor(tensor.name, files, block)
+        is_quantised = files[tensor.name].dtype == FP8
         for leaf, value in zip(tensor.leaves, tensor.to_params(stored), strict=True):
             keep = stored.dtype if dtype is None and not is_quantised else target
             if is_never_narrowed(leaf):
@@ -135,137 +136,8 @@ def nest(params: dict[str, Any]) -> Params:
     return tree
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """Where one tensor lies. `index` and `rows` pick a matrix out of a stack of fused experts."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
-    index: int | None = None
-    rows: tuple[int, int] | None = None
-    scale: str | None = None  # name of the tensor of its block scales
-
-    def read(self) -> np.ndarray:
-        whole = np.memmap(self.file, _DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape)
-        return whole if self.index is None else whole[self.index]
-
-    def used_shape(self) -> tuple[int, ...]:
-        if self.index is None:
-            return self.shape
-        return (self.rows[1] - self.rows[0], self.shape[2]) if self.rows else self.shape[1:]
-
-
-def _open_weights(folder: Path) -> dict[str, _Entry]:
-    """The headers of all weight files of a folder."""
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        if not (folder / SINGLE_FILE).is_file():
-            raise FileNotFoundError(
-                f"{str(folder)!r} has neither {SINGLE_FILE} nor {INDEX_FILE}; fetch the weights, or convert them to "
-                "safetensors"
-            )
-        return _read_header(folder / SINGLE_FILE)
-    try:
-        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(index)!r} has no usable weight_map ({error!r}); fetch it again") from None
-    entries: dict[str, _Entry] = {}
-    for shard in sorted(set(weight_map.values())):
-        if not (folder / shard).is_file():
-            count = sum(where == shard for where in weight_map.values())
-            raise FileNotFoundError(
-                f"{INDEX_FILE} places {count} tensors in {shard}, which is not in {str(folder)!r}; fetch the shard"
-            )
-        entries |= _read_header(folder / shard)
-    lost = sorted(name for name, shard in weight_map.items() if name not in entries or entries[name].file.name != shard)
-    if lost:
-        raise ValueError(
-            f"{INDEX_FILE} places {lost[0]} in {weight_map[lost[0]]}, where it is not ({len(lost)} such tensors); index "
-            "and shards are of different checkpoints, fetch both again"
-        )
-    return entries
-
-
-def _read_header(file: Path) -> dict[str, _Entry]:
-    """Names, dtypes, shapes and places: 8 bytes of header length, a JSON header, then the data without gaps."""
-    size = file.stat().st_size
-    again = "fetch the file again"
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"{str(file)!r} is truncated: {size} bytes, but the header alone needs {8 + length}; {again}")
-        try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            spans = [one["data_offsets"] for one in header.values()]
-            needed = 8 + length + max((end for _, end in spans), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{str(file)!r} has no safetensors header ({error!r}); {again}") from None
-    if size < needed:
-        raise ValueError(f"{str(file)!r} is truncated: {size} bytes, but its header promises {needed}; {again}")
-    entries = {}
-    for name, one in header.items():
-        begin, end = one["data_offsets"]
-        dtype, shape = one["dtype"], tuple(one["shape"])
-        if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
-            raise ValueError(
-                f"{name} in {str(file)!r} has {end - begin} bytes but {dtype} {list(shape)} needs "
-                f"{math.prod(shape) * _DTYPES[dtype].itemsize}; {again}"
-            )
-        entries[name] = _Entry(file, dtype, shape, 8 + length + begin)
-    for name, entry in entries.items():
-        if name + SCALE_SUFFIX in entries:
-            entries[name] = dataclasses.replace(entry, scale=name + SCALE_SUFFIX)
-    return entries
-
-
-def _with_single_experts(entries: dict[str, _Entry]) -> dict[str, _Entry]:
-    """Fused experts (`gate_up_proj` [X, 2I, E], `down_proj` [X, E, I]) seen as one tensor per expert and projection."""
-    single: dict[str, _Entry] = {}
-    for name, entry in entries.items():
-        prefix, fused, part = name.rpartition(".mlp.experts.")
-        if not fused or part not in ("gate_up_proj", "down_proj") or len(entry.shape) != 3:
-            single.setdefault(name, entry)
-            continue
-        if entry.scale:
-            single.pop(entry.scale, None)
-        half = entry.shape[1] // 2
-        parts = {"gate": (0, half), "up": (half, 2 * half)} if part == "gate_up_proj" else {"down": None}
-        for expert in range(entry.shape[0]):
-            for projection, rows in parts.items():
-                each = f"{prefix}{fused}{expert}.{projection}_proj.weight"
-                single[each] = dataclasses.replace(entry, index=expert, rows=rows)
-    scales = {entry.scale: entries[entry.scale] for entry in single.values() if entry.scale}
-    return single | scales
-
-
-def _read(name: str, files: dict[str, _Entry], block: tuple[int, int]) -> np.ndarray:
-    """One tensor: as stored, or f32 where it was FP8."""
-    entry = files[name]
-    stored = entry.read()
-    if entry.dtype == _FP8:
-        scales = dataclasses.replace(files[entry.scale or ""], index=entry.index).read()
-        stored = dequantise(stored, scales, block)
-    return stored if entry.rows is None else stored[slice(*entry.rows)]
-
-
-def dequantise(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int] = FP8_BLOCK) -> np.ndarray:
-    """f32[R, C] = codes * the scale of their block; the last blocks may be ragged.
-
-    codes float8_e4m3fn[R, C], scales [ceil(R / block rows), ceil(C / block columns)].
-    """
-    rows, columns = codes.shape
-    out = np.empty((rows, columns), np.float32)
-    for index, start in enumerate(range(0, rows, block[0])):
-        scale = np.repeat(scales[index].astype(np.float32), block[1])[:columns]
-        np.multiply(codes[start : start + block[0]].astype(np.float32), scale[None], out=out[start : start + block[0]])
-    return out
-
-
 def _check(
-    tensors: list[StoredTensor], files: dict[str, _Entry], config: DsaConfig, block: tuple[int, int], allow_extra: bool
+    tensors: list[StoredTensor], files: dict[str, Entry], config: DsaConfig, block: tuple[int, int], allow_extra: bool
 ) -> None:
     """Every tensor is there, of a known dtype and the right shape, with its scales; and nothing else is."""
     used: set[str] = set()
@@ -274,33 +146,35 @@ def _check(
         if entry is None:
             raise ValueError(_missing(tensor, config))
         where = f"{tensor.name} in {str(entry.file)!r}"
-        if entry.dtype not in (*_FLOATS, _FP8):
+        if entry.dtype not in (*FLOATS, FP8):
             raise ValueError(
-                f"{where} has dtype {entry.dtype}; supported: {', '.join((*_FLOATS, _FP8))}; convert it to one of them"
+                f"{where} has dtype {entry.dtype}; supported: {', '.join((*FLOATS, FP8))}; convert it to one of them"
             )
         if entry.used_shape() != tensor.shape:
             raise ValueError(
-                f"{where} has shape {list(entry.used_shape())} but config.json asks for {list(tensor.shape)}; config and "
-                "weights are of different models, correct config.json or fetch both again"
+                f"{where} has shape {list(entry.used_shape())} but config.json asks for {list(tensor.shape)}; "
+                "config and weights are of different models, correct config.json or fetch both again"
             )
         used.add(tensor.name)
-        if entry.dtype != _FP8:
+        if entry.dtype != FP8:
             continue
         if entry.scale is None:
             raise ValueError(f"{where} is FP8 but {tensor.name}{SCALE_SUFFIX} is missing; fetch the file again")
         scale = files[entry.scale]
         asked = (*entry.shape[:-2], *(-(-size // part) for size, part in zip(entry.shape[-2:], block, strict=True)))
-        if scale.shape != asked or scale.dtype not in ("F32", "BF16", "F8_E8M0"):
+        if scale.shape != asked or scale.dtype not in SCALE_DTYPES:
             raise ValueError(
-                f"{entry.scale} has {scale.dtype} {list(scale.shape)} but {list(entry.shape)} in blocks of {list(block)} "
-                f"needs F32, BF16 or F8_E8M0 {list(asked)}; check weight_block_size in quantization_config"
+                f"{entry.scale} has {scale.dtype} {list(scale.shape)} but {list(entry.shape)} in blocks of "
+                f"{list(block)} needs {', '.join(SCALE_DTYPES)} {list(asked)}; check weight_block_size in "
+                "quantization_config"
             )
         used.add(entry.scale)
     extra = sorted(name for name in files if name not in used and not _is_skipped(name, config))
     if extra and not allow_extra:
         raise ValueError(
-            f"{len(extra)} tensors have no place in this model, first {extra[0]} in {str(files[extra[0]].file)!r}; without "
-            "them it would give other answers than its authors'; check config.json, or pass allow_extra=True to drop them"
+            f"{len(extra)} tensors have no place in this model, first {extra[0]} in {str(files[extra[0]].file)!r}; "
+            "without them it would give other answers than its authors'; check config.json, or pass "
+            "allow_extra=True to drop them"
         )
 
 
@@ -310,8 +184,8 @@ def _missing(tensor: StoredTensor, config: DsaConfig) -> str:
         layer = int(tensor.leaves[0].split("/")[1])
         assert config.layer_kinds[layer] == FULL
         return (
-            f"{text}, but layer {layer} is a full layer and needs its own indexer; call it 'shared' in indexer_types, or "
-            "fetch the weights again"
+            f"{text}, but layer {layer} is a full layer and needs its own indexer; call it 'shared' in indexer_types, "
+            "or fetch the weights again"
         )
     if tensor.name == "lm_head.weight":
         return f"{text}, but tie_word_embeddings is false; set it true if the model shares its embedding"
@@ -337,8 +211,8 @@ def save_folder(
     extra_config: dict[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes a Hugging Face folder that `load_folder` and transformers read: one tensor per expert, sharded with an index
-    when it does not fit into one file of `max_shard_bytes`.
+    """Writes a Hugging Face folder that `load_folder` and transformers read: one tensor per expert, in one file of at
+    most `max_shard_bytes`, else sharded with an index.
 
     dtype: "float32", "bfloat16" or "float16"; None keeps each parameter's own. Router, its bias and the indexer's head
         weights are never narrowed. Values are copied exactly where the dtype allows.
@@ -364,6 +238,7 @@ def save_folder(
             name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             held = {tensor.name: _to_stored(tensor, leaves, dtype) for tensor in shard}
             save_file(held, temporary / name, metadata={"format": "pt"})
+            (temporary / name).chmod(0o666 & ~_umask())  # written for its owner only
             weight_map |= dict.fromkeys(held, name)
             total += sum(value.nbytes for value in held.values())
         if len(shards) > 1:
@@ -382,12 +257,14 @@ def _check_leaves(tensors: list[StoredTensor], leaves: dict[str, Any]) -> None:
     asked = {leaf: tensor.leaf_shape(leaf) for tensor in tensors for leaf in tensor.leaves}
     if odd := sorted(asked.keys() ^ leaves.keys()):
         side = "lack" if odd[0] in asked else "have no place for"
-        raise ValueError(f"the parameters {side} {odd[0]} ({len(odd)} differ from the config); save them with their config")
+        raise ValueError(
+            f"the parameters {side} {odd[0]} ({len(odd)} differ from the config); save them with their config"
+        )
     for leaf, shape in asked.items():
         if tuple(leaves[leaf].shape) != shape:
             raise ValueError(
-                f"parameter {leaf} has shape {list(leaves[leaf].shape)} but the config asks for {list(shape)}; save the "
-                "parameters with their own config"
+                f"parameter {leaf} has shape {list(leaves[leaf].shape)} but the config asks for {list(shape)}; save "
+                "the parameters with their own config"
             )
 
 
