@@ -32,9 +32,7 @@ def one_step(state, rows):
         for layer, layer_records in enumerate(records)
     )
     pool, recalled = jax.lax.optimization_barrier((pool, recalled))
-    new = jnp.stack(
-        [layer_records[:NEW] + jnp.float32(1 + layer) for layer, layer_records in enumerate(recalled)]
-    )
+    new = jnp.stack([layer_records[:NEW] + jnp.float32(1 + layer) for layer, layer_records in enumerate(recalled)])
     return recalled, hostmem.write_back(pool, new, jnp.where(rows < 0, rows, rows + 1))
 
 
@@ -46,9 +44,7 @@ def one_step_in_loops(state, rows):
         loops.recall(layer_records, pool, layer, rows, slots, source, extra)
         for layer, layer_records in enumerate(records)
     )
-    new = np.stack(
-        [layer_records[:NEW] + np.float32(1 + layer) for layer, layer_records in enumerate(recalled)]
-    )
+    new = np.stack([layer_records[:NEW] + np.float32(1 + layer) for layer, layer_records in enumerate(recalled)])
     return recalled, loops.write_back(pool, new, np.where(rows < 0, rows, rows + 1))
 
 
@@ -149,9 +145,7 @@ def test_shard_map_each_device_its_own_pool(memory, check_vma, axis_type):
     lists = ROWS[:4].reshape(-1)  # each device has a list of its own
 
     def over_devices(function, in_specs, out_specs, donate_argnums: tuple[int, ...] = (0,)):
-        mapped = jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-        )
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
         return jax.jit(mapped, donate_argnums=donate_argnums)
 
     pool_spec, spec = PartitionSpec(None, "x"), PartitionSpec("x")
@@ -208,6 +202,17 @@ def test_vmap_is_one_call_after_another(pool_of):
     result = jax.jit(jax.vmap(lambda pool, rows: hostmem.read_rows(pool, 1, rows), in_axes=(None, 0)))(
         pool, on_device(rows)
     )
-    np.testing.assert_array_equal(
-        np.asarray(result), np.stack([loops.read_rows(values, 1, row) for row in rows])
-    )
+    np.testing.assert_array_equal(np.asarray(result), np.stack([loops.read_rows(values, 1, row) for row in rows]))
+
+
+def test_the_first_donation_is_in_place(memory):
+    """A pool made from NumPy's zeros kept NumPy's memory whenever that was aligned, and donation then copied it.
+
+    One pool in four was, so several are made.
+    """
+    write = jax.jit(hostmem.write_back, donate_argnums=0)
+    records, rows = on_device(np.ones((LAYERS, 1, *RECORD), np.float32)), on_device(np.zeros(1, np.int32))
+    for _ in range(30):
+        pool = hostmem.create_pool((LAYERS, HOST_ROWS, *RECORD), jnp.float32, memory, DEVICE)
+        before = pool.unsafe_buffer_pointer()
+        assert write(pool, records, rows).unsafe_buffer_pointer() == before

@@ -108,9 +108,7 @@ def build_impostor(folder: Path, version: int, major: int, minor: int) -> Path:
 def test_wrong_library_version_is_refused(tmp_path):
     path = build_impostor(tmp_path, _ffi.LIBRARY_VERSION + 6, 0, 1)
     wrong, right = _ffi.LIBRARY_VERSION + 6, _ffi.LIBRARY_VERSION
-    with pytest.raises(
-        RuntimeError, match=f"is version {wrong} but this echo_jax needs version {right}; rebuild"
-    ):
+    with pytest.raises(RuntimeError, match=f"is version {wrong} but this echo_jax needs version {right}; rebuild"):
         _ffi.open_library(path)
 
 
@@ -120,9 +118,7 @@ def test_wrong_xla_ffi_version_is_refused(tmp_path, step):
     assert installed is not None
     major, minor = installed[0] + step[0], installed[1] + step[1]
     path = build_impostor(tmp_path, _ffi.LIBRARY_VERSION, major, minor)
-    with pytest.raises(
-        RuntimeError, match=rf"XLA FFI {major}\.{minor} but .* {installed[0]}\.{installed[1]}; rebuild"
-    ):
+    with pytest.raises(RuntimeError, match=rf"XLA FFI {major}\.{minor} but .* {installed[0]}\.{installed[1]}; rebuild"):
         _ffi.open_library(path)
 
 

@@ -158,9 +158,7 @@ def test_random_lists_agree_with_loops(pool_of):
     write_back = jax.jit(hostmem.write_back, donate_argnums=0)
     recall = jax.jit(hostmem.recall, donate_argnums=0)
     for step in range(20):
-        rows = np.where(generator.random(16) < 0.3, -1, generator.permutation(HOST_ROWS)[:16]).astype(
-            np.int32
-        )
+        rows = np.where(generator.random(16) < 0.3, -1, generator.permutation(HOST_ROWS)[:16]).astype(np.int32)
         written = random_records(generator, (LAYERS, 16), record)
         values = loops.write_back(values, written, rows)
         pool = write_back(pool, on_device(written), on_device(rows))
