@@ -75,8 +75,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         version, major, minor = (
-            int(getattr(library, name)())
-            for name in ("EchoLibraryVersion", "EchoXlaFfiApiMajor", "EchoXlaFfiApiMinor")
+            int(getattr(library, name)()) for name in ("EchoLibraryVersion", "EchoXlaFfiApiMajor", "EchoXlaFfiApiMinor")
         )
     except (OSError, AttributeError) as error:
         raise RuntimeError(f"{path} cannot be loaded ({error}); rebuild it with: {BUILD_COMMAND}") from error
@@ -164,9 +163,7 @@ def copy_rows(host_pool: jax.Array, source: jax.Array, target: jax.Array) -> jax
     return _call("echo_copy_rows", jax.typeof(host_pool), (host_pool, source, target), aliases={0: 0})
 
 
-def _call(
-    target: str, result: Any, operands: tuple[jax.Array, ...], aliases: Mapping[int, int] | None = None
-):
+def _call(target: str, result: Any, operands: tuple[jax.Array, ...], aliases: Mapping[int, int] | None = None):
     # An aliased result has the type of its operand, memory space included: the pool stays on the host.
     call = jax.ffi.ffi_call(
         target, result, vmap_method="sequential", input_output_aliases=dict(aliases) if aliases else None

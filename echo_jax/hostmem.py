@@ -57,9 +57,7 @@ def choose(platform: str | None = None, implementation: str = "auto") -> HostMem
     RuntimeError with the reason and the command that builds the library. "jnp" is ORDINARY.
     """
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation is {implementation!r} but must be one of {', '.join(IMPLEMENTATIONS)}"
-        )
+        raise ValueError(f"implementation is {implementation!r} but must be one of {', '.join(IMPLEMENTATIONS)}")
     if implementation == "jnp":
         return HostMemory.ORDINARY
     reason = _ffi.why_unavailable(platform)
@@ -85,9 +83,7 @@ def create_pool(
     shape = tuple(int(size) for size in shape)
     dtype = jnp.dtype(dtype)
     if len(shape) < 3:
-        raise ValueError(
-            f"pool shape {shape} has {len(shape)} axes but needs layers, rows and a record shape"
-        )
+        raise ValueError(f"pool shape {shape} has {len(shape)} axes but needs layers, rows and a record shape")
     record_bytes = int(np.prod(shape[2:], dtype=np.int64)) * dtype.itemsize
     if record_bytes % WORD_BYTES != 0:
         raise ValueError(
@@ -153,9 +149,7 @@ def recall(
     if extra.shape[0] > 0:
         given = extra.at[_outside_if(is_from_host, source, extra.shape[0])].get(mode="fill", fill_value=0)
         filled = jnp.where(_over_record(is_from_host, filled), filled, given)
-    return records.at[_outside_if(~is_active, slots, records.shape[0])].set(
-        filled, mode="drop", unique_indices=True
-    )
+    return records.at[_outside_if(~is_active, slots, records.shape[0])].set(filled, mode="drop", unique_indices=True)
 
 
 def write_back(host_pool: jax.Array, records: jax.Array, rows: jax.Array) -> jax.Array:
@@ -185,9 +179,7 @@ def copy_rows(host_pool: jax.Array, source: jax.Array, target: jax.Array) -> jax
     rows = host_pool.shape[1]
     is_skipped = (source < 0) | (target < 0)
     copied = host_pool.at[:, _outside_if(is_skipped, source, rows)].get(mode="fill", fill_value=0)
-    return host_pool.at[:, _outside_if(is_skipped, target, rows)].set(
-        copied, mode="drop", unique_indices=True
-    )
+    return host_pool.at[:, _outside_if(is_skipped, target, rows)].set(copied, mode="drop", unique_indices=True)
 
 
 def _uses_library(host_pool: jax.Array) -> bool:
