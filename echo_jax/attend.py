@@ -13,9 +13,7 @@ from jax import lax
 from echo_jax.formats import RecordFormat
 
 
-def attend(
-    query: jax.Array, stored: jax.Array, is_listed: jax.Array, scale: float, records: RecordFormat
-) -> jax.Array:
+def attend(query: jax.Array, stored: jax.Array, is_listed: jax.Array, scale: float, records: RecordFormat) -> jax.Array:
     """out[n, h] = sum_k softmax_k(scale * query[n, h] . record[n, k]) * record[n, k, :latent].
 
     query f32[N, H, D]; stored [N, K, *record shape]; is_listed bool[N, K]; -> f32[N, H, latent]. A query with an empty

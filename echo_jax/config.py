@@ -50,11 +50,7 @@ class CacheConfig:
                     f"{name} is {getattr(self, name)}, not a multiple of the page size {PAGE}; round it up to "
                     f"{-(-getattr(self, name) // PAGE) * PAGE}"
                 )
-        if (
-            not self.layer_kinds
-            or self.layer_kinds[0] != "full"
-            or set(self.layer_kinds) - {"full", "shared"}
-        ):
+        if not self.layer_kinds or self.layer_kinds[0] != "full" or set(self.layer_kinds) - {"full", "shared"}:
             raise ValueError(
                 f"layer kinds {self.layer_kinds} must be 'full' or 'shared' and start with 'full', whose selected set "
                 "the shared ones reuse"
@@ -67,9 +63,7 @@ class CacheConfig:
         if self.chunk < PAGE or self.chunk % PAGE:
             raise ValueError(f"chunk is {self.chunk} but must be a multiple of {PAGE}, at least {PAGE}")
         if not 0 <= self.warm_windows <= self.chunk:
-            raise ValueError(
-                f"warm_windows is {self.warm_windows} but must lie in 0..{self.chunk}, the chunk"
-            )
+            raise ValueError(f"warm_windows is {self.warm_windows} but must lie in 0..{self.chunk}, the chunk")
         if self.host_memory not in ("auto", "ffi", "jnp"):
             raise ValueError(f"host_memory {self.host_memory!r} is unknown; use 'auto', 'ffi' or 'jnp'")
 

@@ -23,7 +23,7 @@ from echo_jax.formats import KeyFormat, RecordFormat
 from echo_jax.layer import LayerInputs, LayerOutput, echo_layer
 from echo_jax.models import dsa
 from echo_jax.models.config import SHARED, DsaConfig
-from echo_jax.sampling import Sampling, sample
+from echo_jax.sampling import GREEDY, Sampling, sample
 from echo_jax.stats import Moved
 from echo_jax.threshold import Ema
 from echo_jax.types import PAGE, EchoState
@@ -45,9 +45,7 @@ class DecodeConfig:
             ("index key width", model.index_head_dim, cache.keys.width),
         ):
             if wanted != given:
-                raise ValueError(
-                    f"the model's {what} is {wanted} but the cache's is {given}; use cache_config(model)"
-                )
+                raise ValueError(f"the model's {what} is {wanted} but the cache's is {given}; use cache_config(model)")
         if cache.capacity > model.max_positions:
             raise ValueError(
                 f"capacity {cache.capacity} exceeds the model's {model.max_positions} positions; lower the capacity"
@@ -72,8 +70,7 @@ def cache_config(
     host_rows = seats * capacity if host_rows is None else -(-host_rows // PAGE) * PAGE
     top_k = options.pop("top_k", model.index_topk)
     needed = seats * options.get("tokens_per_step", 1) * (top_k + 1)
-    if device_slots is None:
-        device_slots = max(needed, min(4 * seats * top_k, host_rows))
+    ample = max(needed, min(4 * seats * top_k, host_rows))
     options = {"threshold": Ema(), "eviction": Lru()} | options
     return CacheConfig(
         layer_kinds=model.layer_kinds,
@@ -82,14 +79,13 @@ def cache_config(
         seats=seats,
         capacity=capacity,
         host_rows=host_rows,
-        device_slots=device_slots,
+        device_slots=ample if device_slots is None else device_slots,
         top_k=top_k,
         **options,
     )
 
 
-@struct.dataclass
-class StepOutput:
+class StepOutput(struct.PyTreeNode):
     """What a step returns besides the state."""
 
     logits: jax.Array  # f32[B, T, V]
@@ -135,9 +131,7 @@ def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: Dec
         attended = output.attended.reshape(positions.shape[0], *output.attended.shape[2:])
         hidden = hidden + dsa.attention_output(weights, attended, model)
         x = dsa.rms_norm(hidden, weights["post_norm"], model.rms_norm_eps)
-        hidden = lax.optimization_barrier(
-            hidden + dsa.feed_forward(weights, x, model, model.mlp_kinds[index])
-        )
+        hidden = lax.optimization_barrier(hidden + dsa.feed_forward(weights, x, model, model.mlp_kinds[index]))
         outputs.append(output)
 
     state = state_lib.finish_step(cache, state, layers, [output.new_records for output in outputs], view)
@@ -149,8 +143,7 @@ def _by_seat(inputs: dsa.AttentionInputs, shape: tuple[int, ...]) -> LayerInputs
     """[B * T, ...] -> [B, T, ...]. The barrier makes the cache's side see finished values: what XLA fuses into the
     projections must not depend on whether the cache is offloaded."""
     inputs = lax.optimization_barrier(inputs)
-    split = [None if x is None else x.reshape(*shape, *x.shape[1:]) for x in inputs]
-    return LayerInputs(*split)
+    return LayerInputs(*jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), inputs))
 
 
 def _stacked(outputs: list[LayerOutput]):
@@ -169,7 +162,7 @@ def decode_many(
     *,
     config: DecodeConfig,
     steps: int,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
 ) -> tuple[EchoState, tuple[jax.Array, StepOutput]]:
     """`steps` steps with sampling between them, as one compiled loop: the same bits as calling decode_step.
 

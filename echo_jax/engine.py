@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from echo_jax import attend, state as state_lib
+from echo_jax import attend
+from echo_jax import state as state_lib
 from echo_jax.decode import DecodeConfig, decode_step
 from echo_jax.models.dsa import Params
 from echo_jax.prefill import prefill_chunk
-from echo_jax.sampling import Sampling, sample
+from echo_jax.sampling import GREEDY, Sampling, sample
 from echo_jax.stats import Totals
 
 
@@ -26,13 +27,9 @@ from echo_jax.stats import Totals
 class Record:
     """Everything two runs must agree on, in the order it happened. Kept on the host."""
 
-    prefill_lists: list[np.ndarray] = dataclasses.field(
-        default_factory=list
-    )  # u32[L, C] fingerprints of the lists
+    prefill_lists: list[np.ndarray] = dataclasses.field(default_factory=list)  # u32[L, C] fingerprints of the lists
     prefill_digests: list[np.ndarray] = dataclasses.field(default_factory=list)  # u32[L, C]
-    prefill_logits: list[np.ndarray] = dataclasses.field(
-        default_factory=list
-    )  # f32[V] of each chunk's last token
+    prefill_logits: list[np.ndarray] = dataclasses.field(default_factory=list)  # f32[V] of each chunk's last token
     lists: list[np.ndarray] = dataclasses.field(default_factory=list)  # i32[L, B, T, K] of each step
     logits: list[np.ndarray] = dataclasses.field(default_factory=list)  # f32[B, T, V]
     digests: list[np.ndarray] = dataclasses.field(default_factory=list)  # u32[L, B, T]
@@ -63,9 +60,7 @@ def check_requests(config: DecodeConfig, prompts: Sequence[Sequence[int]], max_n
     if max_new_tokens < 1:
         raise ValueError(f"max-new-tokens is {max_new_tokens} but must be at least 1")
     if not 1 <= len(prompts) <= cache.seats:
-        raise ValueError(
-            f"{len(prompts)} prompts do not fit {cache.seats} seats; raise seats or split the batch"
-        )
+        raise ValueError(f"{len(prompts)} prompts do not fit {cache.seats} seats; raise seats or split the batch")
     for number, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {number} has 0 tokens; give at least 1")
@@ -88,7 +83,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
     seed: int = 0,
     stop_tokens: Sequence[int] = (),
     keep_record: bool = False,
@@ -227,9 +222,7 @@ def compare(ours: Generation, reference: Generation) -> Comparison:
             differences += abs(len(one) - len(other))
             first = first or f"{name}: {len(one)} entries against {len(other)}"
         for number, (a, b) in enumerate(zip(one, other, strict=False)):
-            differs = a.view(np.uint32) != b.view(
-                np.uint32
-            )  # bits, so that NaN equals itself and -0 is not 0
+            differs = a.view(np.uint32) != b.view(np.uint32)  # bits, so that NaN equals itself and -0 is not 0
             differs = differs.any(axis=-1) if axes else differs
             counts[kind] += differs.size
             if differs.any():

@@ -109,17 +109,13 @@ class KeyFormat:
 
     name: str
     width: int
-    rotated: bool = (
-        False  # a Hadamard rotation of query and key before storing; leaves exact scores unchanged
-    )
+    rotated: bool = False  # a Hadamard rotation of query and key before storing; leaves exact scores unchanged
 
     def __post_init__(self):
         if self.name not in ("f32", "bf16", "fp8"):
             raise ValueError(f"index key format {self.name!r} is unknown; use 'f32', 'bf16' or 'fp8'")
         if self.rotated and self.width & (self.width - 1):
-            raise ValueError(
-                f"the Hadamard rotation needs a power of two, the index key has {self.width} values"
-            )
+            raise ValueError(f"the Hadamard rotation needs a power of two, the index key has {self.width} values")
 
     @property
     def page_shape(self) -> tuple[int, ...]:

@@ -30,9 +30,7 @@ def scores(query: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
     caller's to mask.
     """
     tokens, heads, width = query.shape
-    products = jnp.einsum(
-        "md,pd->mp", query.reshape(tokens * heads, width), keys, precision=lax.Precision.HIGHEST
-    )
+    products = jnp.einsum("md,pd->mp", query.reshape(tokens * heads, width), keys, precision=lax.Precision.HIGHEST)
     products = jax.nn.relu(products).reshape(tokens, heads, -1)
     return jnp.sum(products * weights[..., None], axis=1)
 
@@ -53,9 +51,7 @@ def select(score: jax.Array, visible: jax.Array, top_k: int) -> Selection:
     positions = jnp.arange(score.shape[-1], dtype=jnp.int32)
     is_visible = positions[None] < visible[:, None]
     is_odd = jnp.any(is_visible & ~jnp.isfinite(score))
-    return lax.cond(
-        is_odd, _select_by_order, _select_finite, score, is_visible, jnp.arange(top_k, dtype=jnp.int32)
-    )
+    return lax.cond(is_odd, _select_by_order, _select_finite, score, is_visible, jnp.arange(top_k, dtype=jnp.int32))
 
 
 def _select_finite(score: jax.Array, is_visible: jax.Array, ranks: jax.Array) -> Selection:
@@ -91,12 +87,8 @@ def _select_by_order(score: jax.Array, is_visible: jax.Array, ranks: jax.Array) 
     running = jnp.cumsum(is_selected, axis=-1, dtype=jnp.int32)
     found = jax.vmap(lambda count: jnp.searchsorted(count, ranks + 1).astype(jnp.int32))(running)
     positions = jnp.where(ranks[None] < wanted[:, None], found, NO_POSITION)
-    kth_score = jnp.take_along_axis(
-        score, jnp.argmin(jnp.where(is_selected, keys, ~jnp.uint32(0)), -1)[:, None], -1
-    )
-    return Selection(
-        positions, jnp.where(wanted > 0, jnp.where(kth_score == 0, 0.0, kth_score)[:, 0], jnp.nan)
-    )
+    kth_score = jnp.take_along_axis(score, jnp.argmin(jnp.where(is_selected, keys, ~jnp.uint32(0)), -1)[:, None], -1)
+    return Selection(positions, jnp.where(wanted > 0, jnp.where(kth_score == 0, 0.0, kth_score)[:, 0], jnp.nan))
 
 
 def order_keys(score: jax.Array, is_visible: jax.Array) -> jax.Array:
@@ -105,20 +97,3 @@ def order_keys(score: jax.Array, is_visible: jax.Array) -> jax.Array:
     keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
     keys = jnp.where(jnp.isnan(score), jnp.uint32(1), keys)
     return jnp.where(is_visible, keys, jnp.uint32(0))
-
-
-def prefetch_candidates(
-    score: jax.Array, threshold: jax.Array, is_absent: jax.Array, cap: jax.Array, staging: int
-) -> tuple[jax.Array, jax.Array]:
-    """Positions worth copying ahead, i32[B, S] ascending then NO_POSITION, and how many the cap refused, i32[B].
-
-    score f32[B, T, P]: a position is a candidate if any of its seat's queries scores above threshold f32[B] and
-    is_absent bool[B, P] (written before this step, and not resident). The lowest cap i32[B] <= S positions win.
-    """
-    passes = jnp.any(score > threshold[:, None, None], axis=1) & is_absent
-    running = jnp.cumsum(passes, axis=-1, dtype=jnp.int32)
-    ranks = jnp.arange(staging, dtype=jnp.int32)
-    found = jax.vmap(lambda count: jnp.searchsorted(count, ranks + 1).astype(jnp.int32))(running)
-    total = running[:, -1]
-    taken = jnp.minimum(total, cap)
-    return jnp.where(ranks[None] < taken[:, None], found, NO_POSITION), total - taken

@@ -39,9 +39,7 @@ class LayerOutput(NamedTuple):
     """What one layer gives back besides its state."""
 
     attended: jax.Array  # f32[B, T, H, latent]
-    selection: (
-        Selection  # positions i32[B, T, K], kth_score f32[B, T]; hand it to the shared layers that follow
-    )
+    selection: Selection  # positions i32[B, T, K], kth_score f32[B, T]; hand it to the shared layers that follow
     scores: jax.Array  # f32[B, T, K]  index scores of the selected positions
     new_records: jax.Array  # [B, T, *record shape]  stored form, for finish_step
     digest: jax.Array  # u32[B, T]  fingerprint of the attended bits
@@ -72,6 +70,7 @@ def echo_layer(
         state = append(config, state, view, inputs)
         score = score_positions(config, state, view, inputs)
         if config.offload:
+            assert host_pool is not None
             predicted = threshold.predict(config.threshold, state.threshold, config.seats)
             staging = recall.prefetch(config, state, host_pool, layer, view, score, predicted)
         selection = select(config, view, score, selector)
@@ -80,6 +79,7 @@ def echo_layer(
         selection, scores = shared.selection, shared.scores
 
     if config.offload:
+        assert host_pool is not None
         state, slots, moved = recall.require(
             config, state, host_pool, layer, view, new_records, selection.positions, scores, staging
         )
@@ -95,12 +95,14 @@ def echo_layer(
 
 def append(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> LayerState:
     """The new index keys go to their resident places."""
+    assert inputs.index_key is not None and state.index_keys is not None
     keys = inputs.index_key.reshape(-1, config.keys.width)
     return state.replace(index_keys=config.keys.append(state.index_keys, view.new_rows.reshape(-1), keys))
 
 
 def score_positions(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> jax.Array:
     """f32[B, T, P]: index scores of all positions, -inf where the query does not see."""
+    assert inputs.index_query is not None and inputs.index_weights is not None and state.index_keys is not None
     query, weights = config.keys.prepare_query(inputs.index_query, inputs.index_weights)
     pages = page_numbers(view.rows)
     keys = config.keys.read_pages(state.index_keys, pages.reshape(-1))

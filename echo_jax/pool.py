@@ -71,9 +71,7 @@ def allocate(maps: SlotMaps, rows: jax.Array) -> tuple[SlotMaps, Allocation]:
 
     victims = jnp.where(is_filled, maps.host_of[jnp.maximum(taken, 0)], NO_ROW)
     slot_of = slot_of.at[jnp.where(victims == NO_ROW, host_rows, victims)].set(NO_SLOT, mode="drop")
-    slot_of = slot_of.at[jnp.where(is_filled, row_or_outside, host_rows)].set(
-        taken, mode="drop", unique_indices=True
-    )
+    slot_of = slot_of.at[jnp.where(is_filled, row_or_outside, host_rows)].set(taken, mode="drop", unique_indices=True)
     updated = maps.replace(
         slot_of=slot_of,
         host_of=maps.host_of.at[taken_or_outside].set(rows, mode="drop", unique_indices=True),

@@ -32,8 +32,7 @@ BLOCK = 64
 """Queries scored and attended together. Products of 64 or more rows agree bit for bit on the CPU; fewer do not."""
 
 
-@struct.dataclass
-class PrefillOutput:
+class PrefillOutput(struct.PyTreeNode):
     """What a chunk returns besides the state; C rows, of which only the first `count` are real."""
 
     logits: jax.Array  # f32[V] of the last real token, or f32[C, V] when all were asked for
@@ -77,9 +76,7 @@ def prefill_chunk(
         )
         hidden = hidden + dsa.attention_output(weights, attended, model)
         x = dsa.rms_norm(hidden, weights["post_norm"], model.rms_norm_eps)
-        hidden = lax.optimization_barrier(
-            hidden + dsa.feed_forward(weights, x, model, model.mlp_kinds[index])
-        )
+        hidden = lax.optimization_barrier(hidden + dsa.feed_forward(weights, x, model, model.mlp_kinds[index]))
         new_records.append(stored)
         picks.append(pick._replace(digest=digest))
 
@@ -103,9 +100,7 @@ class _Pick(NamedTuple):
 
 def _open(cache: CacheConfig, state: EchoState, length: int, seat: jax.Array, count: jax.Array) -> _Chunk:
     view = state_lib.begin_step(cache, state, length)
-    one = jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, seat, keepdims=True), view._replace(step=view.lengths)
-    )
+    one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, seat, keepdims=True), view._replace(step=view.lengths))
     is_real = jnp.arange(length, dtype=jnp.int32)[None] < count
     rows = jnp.where(is_real, one.new_rows, NO_ROW)
     visible = jnp.where(rows == NO_ROW, 0, one.visible)
@@ -132,9 +127,7 @@ def _layer(config, state: LayerState, host_pool, layer: int, chunk: _Chunk, inpu
         workspace = state.records.at[outside].set(stored, mode="drop")
         state = state.replace(records=workspace)
         at = recall.rows_at(view.rows, pick.positions.reshape(1, -1)).reshape(pick.positions.shape)
-    attended, digest = _attend(
-        cache, inputs.query, workspace, at, pick.positions, config.model.attention_scale
-    )
+    attended, digest = _attend(cache, inputs.query, workspace, at, pick.positions, config.model.attention_scale)
 
     if shared is None:
         last = jnp.maximum(chunk.count - 1, 0)
@@ -146,6 +139,7 @@ def _layer(config, state: LayerState, host_pool, layer: int, chunk: _Chunk, inpu
 
 def _pick(cache: CacheConfig, state: LayerState, view: StepView, inputs) -> _Pick:
     """Scores and selects, BLOCK queries at a time."""
+    assert state.index_keys is not None
     query, weights = cache.keys.prepare_query(inputs.index_query, inputs.index_weights)
     keys = cache.keys.read_pages(state.index_keys, page_numbers(view.rows)[0])
     query, weights, keys = lax.optimization_barrier((query, weights, keys))
@@ -200,10 +194,9 @@ def _observe(cache: CacheConfig, state: LayerState, chunk: _Chunk, kth_score, vi
     return state.replace(threshold=threshold.observe(cache.threshold, state.threshold, scores, informative))
 
 
-def _warm(
-    cache: CacheConfig, state: LayerState, host_pool, layer: int, chunk: _Chunk, pick: _Pick, workspace
-):
+def _warm(cache: CacheConfig, state: LayerState, host_pool, layer: int, chunk: _Chunk, pick: _Pick, workspace):
     """The rows that the chunk's last queries selected become resident, from the workspace: no row crosses the link."""
+    assert state.slots is not None
     first = jnp.clip(chunk.count - cache.warm_windows, 0, pick.positions.shape[0] - cache.warm_windows)
     window = first + jnp.arange(cache.warm_windows)
     chosen = jnp.where((window < chunk.count)[:, None], pick.positions[window], NO_POSITION).reshape(-1)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from echo_jax import hostmem, indexer, pool
+from echo_jax import hostmem, pool
 from echo_jax.config import CacheConfig
 from echo_jax.stats import Moved
 from echo_jax.types import NO_POSITION, NO_ROW, LayerState, Staging
@@ -58,12 +58,27 @@ def prefetch(
     is_absent = is_old & (pool.lookup(state.slots, view.rows) < 0)
     allowed = jnp.floor(view.lengths.astype(jnp.float32) * config.prefetch_per_position)
     allowed = jnp.where(view.lengths > 0, jnp.minimum(allowed, config.staging), 0.0)  # 0 * inf is NaN
-    found, refused = indexer.prefetch_candidates(
-        score, threshold, is_absent, allowed.astype(jnp.int32), config.staging
-    )
+    found, refused = prefetch_candidates(score, threshold, is_absent, allowed.astype(jnp.int32), config.staging)
     rows = rows_at(view.rows, found)
     records = hostmem.read_rows(host_pool, layer, rows.reshape(-1))
     return Staging(rows, records.reshape(*rows.shape, *config.records.shape), refused)
+
+
+def prefetch_candidates(
+    score: jax.Array, threshold: jax.Array, is_absent: jax.Array, cap: jax.Array, staging: int
+) -> tuple[jax.Array, jax.Array]:
+    """Positions worth copying ahead, i32[B, S] ascending then NO_POSITION, and how many the cap refused, i32[B].
+
+    score f32[B, T, P]: a position is a candidate if any of its seat's queries scores above threshold f32[B] and
+    is_absent bool[B, P] (written before this step, and not resident). The lowest cap i32[B] <= S positions win.
+    """
+    passes = jnp.any(score > threshold[:, None, None], axis=1) & is_absent
+    running = jnp.cumsum(passes, axis=-1, dtype=jnp.int32)
+    ranks = jnp.arange(staging, dtype=jnp.int32)
+    found = jax.vmap(lambda count: jnp.searchsorted(count, ranks + 1).astype(jnp.int32))(running)
+    total = running[:, -1]
+    taken = jnp.minimum(total, cap)
+    return jnp.where(ranks[None] < taken[:, None], found, NO_POSITION), total - taken
 
 
 def require(
@@ -85,9 +100,7 @@ def require(
     assert state.slots is not None
     seats, count = view.new_rows.shape
     selected_rows = rows_at(view.rows, selected.reshape(seats, -1))
-    wanted = jnp.concatenate(
-        [view.new_rows, selected_rows], axis=1
-    )  # a seat's list: new rows, then selected ones
+    wanted = jnp.concatenate([view.new_rows, selected_rows], axis=1)  # a seat's list: new rows, then selected ones
     rows = wanted.reshape(-1)
     maps, allocation = pool.allocate(state.slots, rows)
 
@@ -97,9 +110,7 @@ def require(
     from_new = jnp.zeros(wanted.shape, jnp.int32).at[:, :count].set(own).reshape(-1)
     source = jnp.where(staged_at >= 0, staged_at + seats * count, hostmem.SOURCE_HOST)
     source = jnp.where(is_new, from_new, source)
-    extra = jnp.concatenate(
-        [x.reshape(-1, *config.records.shape) for x in (new_records, staging.records)], axis=0
-    )
+    extra = jnp.concatenate([x.reshape(-1, *config.records.shape) for x in (new_records, staging.records)], axis=0)
     must_fill = allocation.is_filled | is_new
     records = hostmem.recall(
         state.records, host_pool, layer, rows, jnp.where(must_fill, allocation.slots, -1), source, extra

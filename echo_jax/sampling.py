@@ -23,11 +23,14 @@ class Sampling:
             raise ValueError(f"top-p is {self.top_p} but must lie in (0, 1]; 1 keeps every token")
 
 
+GREEDY = Sampling()
+
+
 def sample(logits: jax.Array, seeds: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.Array:
     """logits f32[B, V], seeds u32[B], positions i32[B] of the tokens to be drawn -> i32[B]."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return jax.vmap(lambda *seat: _sample_one(*seat, sampling))(logits, seeds, positions)
+    return jax.vmap(_sample_one, in_axes=(0, 0, 0, None))(logits, seeds, positions, sampling)
 
 
 def _sample_one(logits: jax.Array, seed: jax.Array, position: jax.Array, sampling: Sampling) -> jax.Array:
@@ -35,9 +38,7 @@ def _sample_one(logits: jax.Array, seed: jax.Array, position: jax.Array, samplin
     if sampling.top_p < 1:
         order = jnp.argsort(scaled, descending=True, stable=True)
         probabilities = jax.nn.softmax(scaled[order])
-        before = (
-            jnp.cumsum(probabilities) - probabilities
-        )  # the best token is kept always: nothing comes before it
+        before = jnp.cumsum(probabilities) - probabilities  # the best token is kept always: nothing comes before it
         keep = jnp.zeros(logits.shape, bool).at[order].set(before < sampling.top_p)
         scaled = jnp.where(keep, scaled, -jnp.inf)
     key = jax.random.fold_in(jax.random.key(seed), position)

@@ -7,6 +7,7 @@ pools and the host pool. Knows no model and no token.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,9 @@ from echo_jax.recall import StepView
 from echo_jax.types import NO_PAGE, NO_ROW, PAGE, EchoState, LayerState
 
 
-def create(config: CacheConfig, device: jax.Device | None = None) -> EchoState:
-    """An empty cache: pools allocated once, no request, every page free. All arrays are committed to the device."""
+def create(config: CacheConfig, device: Any = None) -> EchoState:
+    """An empty cache: pools allocated once, no request, every page free. All arrays are committed to the
+    device (a jax.Device; the first one by default)."""
     device = device or jax.devices()[0]
 
     def one_layer(kind: str) -> LayerState:
@@ -92,7 +94,7 @@ def close(
         layers = tuple(_rebase(config, layer, shift) for layer in layers)
     return EchoState(
         tables=state.tables.replace(lengths=state.tables.lengths + written),
-        layers=layers,
+        layers=tuple(layers),
         host_pool=host_pool,
         step=step - shift,
     )
@@ -100,9 +102,8 @@ def close(
 
 def _rebase(config: CacheConfig, layer: LayerState, shift: jax.Array) -> LayerState:
     maps = layer.slots
-    priority = jnp.where(
-        maps.free | (shift == 0), maps.priority, config.eviction.rebase(maps.priority, shift)
-    )
+    assert maps is not None
+    priority = jnp.where(maps.free | (shift == 0), maps.priority, config.eviction.rebase(maps.priority, shift))
     return layer.replace(slots=maps.replace(priority=priority))
 
 
@@ -135,9 +136,7 @@ def _donated(function):
 
 
 @_donated
-def _admit(
-    state: EchoState, seat, pages_needed, shared_pages, shared_count, *, config: CacheConfig
-) -> EchoState:
+def _admit(state: EchoState, seat, pages_needed, shared_pages, shared_count, *, config: CacheConfig) -> EchoState:
     updated = tables.admit(state.tables, seat, pages_needed, shared_pages, shared_count, shared_count * PAGE)
     return state.replace(tables=updated, layers=_fresh_thresholds(config, state.layers, seat))
 
@@ -181,9 +180,7 @@ def _fork(state: EchoState, parent, child, pages_needed, *, config: CacheConfig)
     for layer in _fresh_thresholds(config, state.layers, child):
         if layer.index_keys is not None:
             where = jnp.where(has_partial, target_page, config.pages)
-            copied = layer.index_keys.at[where].set(
-                layer.index_keys[jnp.maximum(source_page, 0)], mode="drop"
-            )
+            copied = layer.index_keys.at[where].set(layer.index_keys[jnp.maximum(source_page, 0)], mode="drop")
             layer = layer.replace(index_keys=copied)
         layers.append(layer)
 
@@ -193,9 +190,7 @@ def _fork(state: EchoState, parent, child, pages_needed, *, config: CacheConfig)
     if state.host_pool is None:
         outside = jnp.where(target < 0, config.host_rows, target)
         layers = [
-            layer.replace(
-                records=layer.records.at[outside].set(layer.records[jnp.maximum(source, 0)], mode="drop")
-            )
+            layer.replace(records=layer.records.at[outside].set(layer.records[jnp.maximum(source, 0)], mode="drop"))
             for layer in layers
         ]
         return state.replace(tables=updated, layers=tuple(layers))
@@ -218,8 +213,7 @@ def _release(state: EchoState, seat, keep_pages, *, config: CacheConfig) -> Echo
 
 def _drop_slots(layers, dropped):
     return tuple(
-        layer if layer.slots is None else layer.replace(slots=pool.release(layer.slots, dropped))
-        for layer in layers
+        layer if layer.slots is None else layer.replace(slots=pool.release(layer.slots, dropped)) for layer in layers
     )
 
 

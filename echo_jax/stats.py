@@ -14,8 +14,7 @@ import numpy as np
 from flax import struct
 
 
-@struct.dataclass
-class Moved:
+class Moved(struct.PyTreeNode):
     """Counts of one layer-step, i32[] each; with a leading axis `[L]` for a whole step."""
 
     hits: Any  # selected rows that were resident

@@ -115,9 +115,7 @@ def check_seat(tables: Tables, seat: int, must_be_active: bool) -> None:
     if not 0 <= seat < seats:
         raise ValueError(f"seat {seat} does not exist; the configuration has seats 0..{seats - 1}")
     if bool(tables.active[seat]) != must_be_active:
-        has, remedy = (
-            ("no", "admit one first") if must_be_active else ("a", "release it first or choose another")
-        )
+        has, remedy = ("no", "admit one first") if must_be_active else ("a", "release it first or choose another")
         raise ValueError(f"seat {seat} holds {has} request; {remedy}")
 
 

@@ -35,8 +35,7 @@ PAGE = 64
 """Host rows in a page; pages are shared and freed whole."""
 
 
-@struct.dataclass
-class SlotMaps:
+class SlotMaps(struct.PyTreeNode):
     """Who is where in one layer: integers only, so a replay without any bytes uses the same functions.
 
     slot_of and host_of are inverse partial maps; `free[s]`, `host_of[s] == NO_ROW` and `priority[s] == FREE_PRIORITY`
@@ -49,20 +48,16 @@ class SlotMaps:
     free: jax.Array  # bool[N_G]
 
 
-@struct.dataclass
-class LayerState:
+class LayerState(struct.PyTreeNode):
     """What one layer keeps on the device between steps."""
 
     slots: SlotMaps | None  # None in the resident run, where slot = host row
     records: jax.Array  # [N_G, *record shape]  the device pool; [N_H, ...] in the resident run
-    index_keys: (
-        jax.Array | None
-    )  # [N_H // PAGE, ...]  stored index keys, page by page; None in a shared layer
+    index_keys: jax.Array | None  # [N_H // PAGE, ...]  stored index keys, page by page; None in a shared layer
     threshold: Any  # policy memory, one row per seat; None in a shared layer
 
 
-@struct.dataclass
-class Tables:
+class Tables(struct.PyTreeNode):
     """Which host rows belong to which request. A page is owned (count > 0), cached (kept for reuse) or free."""
 
     page_table: jax.Array  # i32[B, P // PAGE]  page of each run of PAGE positions, or NO_PAGE
@@ -72,8 +67,7 @@ class Tables:
     active: jax.Array  # bool[B]  the seat holds a request
 
 
-@struct.dataclass
-class EchoState:
+class EchoState(struct.PyTreeNode):
     """Everything a decode step reads and writes; donated to it and returned by it."""
 
     tables: Tables

@@ -34,9 +34,7 @@ class RopeConfig:
         if self.kind not in ("default", "yarn"):
             raise ValueError(f"rope type {self.kind!r} is not supported; supported: 'default', 'yarn'")
         if self.kind == "yarn" and self.factor < 1:
-            raise ValueError(
-                f"YaRN factor {self.factor} is below 1; use rope type 'default' for no stretching"
-            )
+            raise ValueError(f"YaRN factor {self.factor} is below 1; use rope type 'default' for no stretching")
 
     def attention_factor(self) -> float:
         """What cosines and sines are multiplied by; 1 without YaRN."""
@@ -84,9 +82,7 @@ class DsaConfig:
     routed_scaling_factor: float = 1.0
     normalise_expert_weights: bool = True
     rms_norm_eps: float = 1e-6
-    latent_norm_eps: float = (
-        1e-6  # of the norms of the two latents; GLM keeps 1e-6 where its other norms have 1e-5
-    )
+    latent_norm_eps: float = 1e-6  # of the norms of the two latents; GLM keeps 1e-6 where its other norms have 1e-5
     index_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     max_positions: int = 32768
@@ -105,17 +101,11 @@ class DsaConfig:
             raise ValueError("a model needs at least 1 layer, got 0; check num_hidden_layers")
         unknown = (set(self.layer_kinds) - {FULL, SHARED}) | (set(self.mlp_kinds) - {DENSE, MOE})
         if unknown:
-            raise ValueError(
-                f"layer kinds {sorted(unknown)} are unknown; use {FULL}/{SHARED} and {DENSE}/{MOE}"
-            )
+            raise ValueError(f"layer kinds {sorted(unknown)} are unknown; use {FULL}/{SHARED} and {DENSE}/{MOE}")
         if self.layer_kinds[0] == SHARED:
-            raise ValueError(
-                "layer 0 is 'shared' but has no full layer before it to share with; make it 'full'"
-            )
+            raise ValueError("layer 0 is 'shared' but has no full layer before it to share with; make it 'full'")
         if self.qk_rope_head_dim % 2:
-            raise ValueError(
-                f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary pairs need an even number"
-            )
+            raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary pairs need an even number")
         if self.index_head_dim < self.qk_rope_head_dim:
             raise ValueError(
                 f"index_head_dim {self.index_head_dim} is below qk_rope_head_dim {self.qk_rope_head_dim}, but the "

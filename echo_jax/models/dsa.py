@@ -62,9 +62,7 @@ def attention_inputs(layer: Params, x: jax.Array, positions: jax.Array, config: 
     record = jnp.concatenate([latent_part, key_rotated], axis=-1).astype(jnp.float32)
     if "indexer" not in layer:
         return AttentionInputs(query, record, None, None, None)
-    return AttentionInputs(
-        query, record, *index_inputs(layer["indexer"], x, q_latent, cosines, sines, config)
-    )
+    return AttentionInputs(query, record, *index_inputs(layer["indexer"], x, q_latent, cosines, sines, config))
 
 
 def index_inputs(
@@ -141,9 +139,7 @@ def moe(weights: Params, x: jax.Array, config: DsaConfig) -> jax.Array:
         mixed = jnp.sum(out * routing[..., None], axis=1)
     else:
         experts = jnp.arange(config.num_experts)
-        share = jnp.sum(
-            jnp.where(chosen[..., None] == experts[None, None], routing[..., None], 0.0), axis=1
-        )  # [N, X]
+        share = jnp.sum(jnp.where(chosen[..., None] == experts[None, None], routing[..., None], 0.0), axis=1)  # [N, X]
 
         def one_expert(total, expert):
             out = mlp({name: expert[name] for name in ("gate", "up", "down")}, x).astype(jnp.float32)
@@ -268,9 +264,7 @@ def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array, interleave: bool)
     return turned.astype(x.dtype)
 
 
-def init_params(
-    key: jax.Array, config: DsaConfig, dtype: str = "float32", scale: float | None = None
-) -> Params:
+def init_params(key: jax.Array, config: DsaConfig, dtype: str = "float32", scale: float | None = None) -> Params:
     """Random parameters: normal with deviation fan_in^-0.5 (or `scale`), norms one, biases zero."""
     keys = iter(jax.random.split(key, 20 * config.num_layers + 4))
     hidden, heads = config.hidden_size, config.num_heads
