@@ -73,9 +73,10 @@ def _place(leaf: str, shape: tuple[int, ...], sharding: Shardings) -> jax.shardi
 
 def _config_from_dict(raw: dict[str, Any], path: Path) -> DsaConfig:
     """JSON has lists where the config has tuples, and a dictionary for the rope."""
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()}
+    values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in raw.items()}
     try:
-        return DsaConfig(**(values | {"rope": RopeConfig(**values["rope"])}))
+        values["rope"] = RopeConfig(**values["rope"])
+        return DsaConfig(**values)
     except (TypeError, KeyError) as error:
         raise ValueError(
             f"the config in {str(path)!r} is not one of this version ({error}); save the model again with save_params"
