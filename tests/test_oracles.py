@@ -260,6 +260,10 @@ def test_the_average_learns_only_from_real_kth_scores():
     ema.observe(2.0, visible=7, top_k=4)
     ema.observe(-5.0, visible=8, top_k=4)  # 0.5 * -5 + 0.5 * 3
     assert ema.value() == -1.0
+    ema.observe(-INF, visible=9, top_k=4)
+    assert ema.value() == -INF
+    ema.observe(6.0, visible=10, top_k=4)  # nothing can be averaged with an infinity: as if it were the first
+    assert ema.value() == 6.0
     ema.reset()
     assert ema.value() == INF
     slow = threshold.EMA(0.25)

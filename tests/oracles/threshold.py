@@ -61,26 +61,28 @@ class Last:
         if visible <= top_k or math.isnan(kth_score):
             return
         self._value = self._next(np.float32(kth_score))
-        self._has_history = True
 
     def reset(self) -> None:
         """The seat goes to a new request, which has no history."""
         self._value = NO_HISTORY
-        self._has_history = False
 
     def _next(self, kth_score: np.float32) -> np.float32:
         return kth_score
 
 
 class EMA(Last):
-    """Moving average: alpha * k-th score + (1 - alpha) * prediction; the first k-th score as it is."""
+    """Moving average: alpha * k-th score + (1 - alpha) * prediction; the first k-th score as it is.
+
+    An infinite prediction is no history: it could never become finite again by averaging, so the next k-th score
+    is taken as it is.
+    """
 
     def __init__(self, alpha: float = 0.5):
         super().__init__()
         self._alpha = np.float32(alpha)
 
     def _next(self, kth_score: np.float32) -> np.float32:
-        if not self._has_history:
+        if not math.isfinite(self._value):
             return kth_score
         with np.errstate(invalid="ignore", over="ignore"):
             return self._alpha * kth_score + (np.float32(1) - self._alpha) * self._value
