@@ -107,14 +107,7 @@ def _rebase(config: CacheConfig, layer: LayerState, shift: jax.Array) -> LayerSt
     return layer.replace(slots=maps.replace(priority=priority))
 
 
-def admit(
-    config: CacheConfig,
-    state: EchoState,
-    seat: int,
-    positions: int,
-    shared_pages=(),
-    shared_length: int | None = None,
-) -> EchoState:
+def admit(config: CacheConfig, state: EchoState, seat: int, positions: int, shared_pages=()) -> EchoState:
     """Gives a seat to a request that will hold up to `positions` positions; its pages are reserved now.
 
     shared_pages: full pages of an equal prefix, owned by another seat or cached; the request starts after them.
@@ -218,12 +211,13 @@ def _drop_slots(layers, dropped):
 
 
 def uncache(config: CacheConfig, state: EchoState, pages) -> EchoState:
-    """Cached pages become free."""
+    """Cached pages become free; their rows lost their slots when the pages were released."""
+    cached = np.asarray(state.tables.page_cached)
     chosen = np.zeros((config.pages,), bool)
-    chosen[np.asarray(pages, np.int32)] = True
-    not_cached = np.flatnonzero(chosen & ~np.asarray(state.tables.page_cached))
-    if len(not_cached):
-        raise ValueError(f"page {not_cached[0]} is not cached; only cached pages can be dropped")
+    for page in pages:
+        if not 0 <= page < config.pages or not cached[page]:
+            raise ValueError(f"page {page} is not cached; only cached pages can be dropped")
+        chosen[page] = True
     return state.replace(tables=tables.uncache(state.tables, jnp.asarray(chosen)))
 
 

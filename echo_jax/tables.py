@@ -142,22 +142,33 @@ def check_free_pages(tables: Tables, own_pages: int) -> None:
 
 
 def check_shared_pages(tables: Tables, shared_pages: np.ndarray, pages_needed: int) -> None:
-    """Refuses to share a page that holds nothing, or more pages than the request has."""
+    """Refuses to share a page that does not hold PAGE written rows, a page twice, or all pages the request has."""
     if len(shared_pages) >= pages_needed:
         raise ValueError(
             f"{len(shared_pages)} shared pages leave none of the request's {pages_needed} to itself, but its last "
             "prompt token is always recomputed into an own page; share one less"
         )
-    idle = np.asarray(free_pages(tables))
+    if len(set(shared_pages.tolist())) < len(shared_pages):
+        raise ValueError(f"shared pages {shared_pages.tolist()} name a page twice; a request holds a page once")
+    idle, lengths, table = np.asarray(free_pages(tables)), np.asarray(tables.lengths), np.asarray(tables.page_table)
     for page in shared_pages:
         if not 0 <= page < idle.shape[0] or idle[page]:
             raise ValueError(f"page {page} holds no rows to share; share owned or cached pages only")
+        for seat, place in np.argwhere(table == page):
+            written = max(0, lengths[seat] - place * PAGE)
+            if written < PAGE:
+                raise ValueError(
+                    f"page {page} of seat {seat} holds {written} of {PAGE} rows, but only full pages are shared; "
+                    "share fewer, or fork the seat"
+                )
 
 
 def check_rollback(tables: Tables, lengths: np.ndarray) -> None:
-    """Refuses to roll a seat back into a page that another seat also refers to."""
+    """Refuses to lengthen a seat, and to roll it back into a page that another seat also refers to."""
     table, count = np.asarray(tables.page_table), np.asarray(tables.page_count)
     old = np.asarray(tables.lengths)
+    if lengths.shape != old.shape:
+        raise ValueError(f"{lengths.shape} lengths for {old.shape[0]} seats; give one per seat")
     for seat, length in enumerate(lengths):
         if length < 0 or length > old[seat]:
             raise ValueError(f"seat {seat} holds {old[seat]} positions and cannot be rolled back to {length}")
