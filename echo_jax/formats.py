@@ -167,13 +167,14 @@ class KeyFormat:
 def quantise_key(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """f32[..., width] -> e4m3 codes u8[..., width] and scales f32[...], 2^ceil(log2(max(amax, 1e-4) / 448)).
 
-    The exponent is read from the float's bits, so it is exact where log2 would round.
+    The exponent is read from the float's bits, so it is exact where log2 would round. An infinite or NaN amax is its
+    own scale.
     """
     wanted = jnp.maximum(jnp.max(jnp.abs(values), axis=-1), SMALLEST_AMAX) / E4M3_MAX
     bits = lax.bitcast_convert_type(wanted, jnp.uint32)
     is_fraction = (bits & jnp.uint32(0x7FFFFF)) != 0
     exponent = (bits >> 23) + is_fraction.astype(jnp.uint32)
-    scales = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    scales = jnp.where(jnp.isfinite(wanted), lax.bitcast_convert_type(exponent << 23, jnp.float32), wanted)
     return to_e4m3(values / scales[..., None]), scales
 
 
