@@ -81,6 +81,17 @@ def allocate(maps: SlotMaps, rows: jax.Array) -> tuple[SlotMaps, Allocation]:
     return updated, Allocation(lookup(updated, rows), is_filled, was_used, evicted)
 
 
+def before_touch(maps: SlotMaps, allocation: Allocation) -> tuple[jax.Array, jax.Array]:
+    """What an eviction policy is told of each row's slot: its priority i32[M], and bool[M] whether it was just filled.
+
+    The priority of a slot just filled is FREE_PRIORITY, also where a victim left it: what the victim was worth says
+    nothing of the row that took its place. Padding gets slot 0's.
+    """
+    slots = jnp.maximum(allocation.slots, 0)
+    was_filled = ~allocation.was_used[slots]
+    return jnp.where(was_filled, FREE_PRIORITY, maps.priority[slots]), was_filled
+
+
 def touch(maps: SlotMaps, slots: jax.Array, priority: jax.Array) -> SlotMaps:
     """Writes priority i32[M] of slots i32[M] (NO_SLOT is skipped); mentions of one slot must agree or the highest wins.
 

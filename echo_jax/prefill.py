@@ -204,10 +204,8 @@ def _warm(cache: CacheConfig, state: LayerState, host_pool, layer: int, chunk: _
     maps, allocation = pool.allocate(state.slots, rows)
     target = jnp.where(allocation.is_filled, allocation.slots, -1)
     records = hostmem.recall(state.records, host_pool, jnp.int32(layer), rows, target, chosen, workspace)
-    slots = jnp.maximum(allocation.slots, 0)
-    priority = cache.eviction.touch(
-        maps.priority[slots], ~allocation.was_used[slots], chunk.view.step, pick.scores[window].reshape(-1)
-    )
+    scores = pick.scores[window].reshape(-1)
+    priority = cache.eviction.touch(*pool.before_touch(maps, allocation), chunk.view.step, scores)
     return state.replace(slots=pool.touch(maps, allocation.slots, priority), records=records)
 
 

@@ -117,10 +117,7 @@ def require(
     )
 
     scores = jnp.concatenate([jnp.full((seats, count), -jnp.inf), selected_scores.reshape(seats, -1)], axis=1)
-    safe_slots = jnp.maximum(allocation.slots, 0)
-    priority = config.eviction.touch(
-        maps.priority[safe_slots], ~allocation.was_used[safe_slots], view.step, scores.reshape(-1)
-    )
+    priority = config.eviction.touch(*pool.before_touch(maps, allocation), view.step, scores.reshape(-1))
     maps = pool.touch(maps, allocation.slots, priority)
 
     is_miss = allocation.is_filled & ~is_new

@@ -110,7 +110,10 @@ class EvictionPolicy(Protocol):
     """Writes the priority of slots that a step used. Unbatched: elementwise over slots."""
 
     def touch(self, priority: jax.Array, was_free: jax.Array, step: jax.Array, score: jax.Array) -> jax.Array:
-        """i32: the new priority of a used slot; its old one, whether it was just filled, the step, its best score."""
+        """i32: the new priority of a used slot; its old one, whether it was just filled, the step, its best score.
+
+        A slot that was just filled has the old priority FREE_PRIORITY, also where its victim had another.
+        """
         ...
 
     def rebase(self, priority: jax.Array, shift: jax.Array) -> jax.Array:
