@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from echo_jax.checkpoints import load_folder, save_folder
 from echo_jax.checkpoints import safetensors as folders
 from echo_jax.checkpoints.files import dequantise
-from echo_jax.checkpoints.layout import is_never_narrowed, stored_tensors
+from echo_jax.checkpoints.layout import stored_tensors
 from echo_jax.models.dsa import init_params
 from echo_jax.models.presets import TINY
 from tests.checkpoint_support import (
@@ -77,7 +77,7 @@ def test_dtype_is_that_of_parameters_and_activations(tmp_path):
         assert config.dtype == dtype
         for leaf, value in folders.flatten(loaded).items():
             original = folders.flatten(params)[leaf]
-            if is_never_narrowed(leaf):
+            if leaf.endswith(("/router", "/bias", "indexer/weights")):  # read in f32, so never narrowed
                 assert value.dtype == np.float32 and np.array_equal(value, original), leaf
             else:
                 assert value.dtype == dtype, leaf
