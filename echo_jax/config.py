@@ -108,6 +108,8 @@ class CacheConfig:
 
     def cap(self, context: int) -> int:
         """Most rows a seat with `context` positions may stage in one layer-step: min(S, floor(c * context))."""
+        if context == 0:
+            return 0  # and not 0 * inf
         return int(min(self.staging, self.prefetch_per_position * context))
 
     def bytes_per_position(self) -> int:

@@ -14,7 +14,10 @@ REBASE_AT = 2**30
 """The step at which the clock is set back, so that priorities outlive 2^31 steps."""
 
 LOWEST = -(2**31) + 1
-"""The lowest priority a policy may write; one above FREE_PRIORITY."""
+"""The lowest priority a slot in use has; one above FREE_PRIORITY."""
+
+HIGHEST = 2**31 - 2
+"""The highest priority a slot in use has; 2^31 - 1 marks protected slots while victims are chosen."""
 
 
 def _shift_down(priority: jax.Array, shift: jax.Array) -> jax.Array:
@@ -38,7 +41,7 @@ class Lfu:
     """Least frequently used: how many steps have selected the row since it came in. Ties fall to the lower slot."""
 
     def touch(self, priority, was_free, step, score):
-        return jnp.where(was_free, 1, jnp.minimum(priority, 2**31 - 2) + 1)
+        return jnp.where(was_free, 1, jnp.minimum(priority, HIGHEST - 1) + 1)
 
     def rebase(self, priority, shift):
         return priority  # a count, not a time

@@ -16,7 +16,7 @@ from jax import lax
 from echo_jax.types import FREE_PRIORITY, NO_ROW, NO_SLOT, SlotMaps
 
 PROTECTED = 2**31 - 1
-"""Stands in for the priority of a protected slot while victims are chosen."""
+"""Stands in for the priority of a protected slot while victims are chosen; above every priority a slot may have."""
 
 
 class Allocation(NamedTuple):
@@ -95,12 +95,17 @@ def before_touch(maps: SlotMaps, allocation: Allocation) -> tuple[jax.Array, jax
 def touch(maps: SlotMaps, slots: jax.Array, priority: jax.Array) -> SlotMaps:
     """Writes priority i32[M] of slots i32[M] (NO_SLOT is skipped); mentions of one slot must agree or the highest wins.
 
-    FREE_PRIORITY is not a policy's to give: it is raised by one.
+    FREE_PRIORITY and PROTECTED are not a policy's to give: they become the next one inside.
     """
-    safe = jnp.maximum(priority, FREE_PRIORITY + 1)
+    safe = clamp(priority)
     outside = jnp.where(slots == NO_SLOT, maps.host_of.shape[0], slots)
     cleared = maps.priority.at[outside].set(FREE_PRIORITY, mode="drop")
     return maps.replace(priority=cleared.at[outside].max(safe, mode="drop"))
+
+
+def clamp(priority: jax.Array) -> jax.Array:
+    """The nearest priority that a slot in use may have."""
+    return jnp.clip(priority, FREE_PRIORITY + 1, PROTECTED - 1)
 
 
 def release(maps: SlotMaps, is_dropped: jax.Array) -> SlotMaps:

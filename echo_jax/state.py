@@ -103,7 +103,8 @@ def close(
 def _rebase(config: CacheConfig, layer: LayerState, shift: jax.Array) -> LayerState:
     maps = layer.slots
     assert maps is not None
-    priority = jnp.where(maps.free | (shift == 0), maps.priority, config.eviction.rebase(maps.priority, shift))
+    rebased = pool.clamp(config.eviction.rebase(maps.priority, shift))
+    priority = jnp.where(maps.free | (shift == 0), maps.priority, rebased)
     return layer.replace(slots=maps.replace(priority=priority))
 
 
