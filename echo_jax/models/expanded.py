@@ -1,0 +1,287 @@
+"""The same attention in its textbook form: per-head keys and values, masks over whole sequences, no cache.
+
+Training runs on this form, and tests hold the absorbed form of `dsa` against it. Knows how an indexer is taught: its
+scores are pulled towards the attention distribution, by gradients that reach nothing but the indexer. Knows no
+optimiser, no data and no cache; an expanded key or value is never stored.
+
+Letters: B sequences, T queries, S keys, H heads, G index heads, X experts, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from echo_jax.models import dsa
+from echo_jax.models.config import DENSE, MOE, DsaConfig
+from echo_jax.models.dsa import Params
+
+DenseAttention = Callable[[jax.Array, jax.Array, jax.Array, float], jax.Array]
+"""(query [B, T, H, d], key [B, T, H, d], value [B, T, H, v], scale) -> causal attention [B, T, H, v]."""
+
+MASKED = -1e30
+"""Logit of a key that a query may not see; finite, so that no gradient is NaN."""
+
+
+class ExpandedInputs(NamedTuple):
+    """What one layer attends with, for `N` tokens."""
+
+    query: jax.Array  # [N, H, nope + rope]
+    key: jax.Array  # [N, H, nope + rope]  the rotated part is the same for every head
+    value: jax.Array  # [N, H, v]
+    q_latent: jax.Array  # [N, Q]  normed query latent, which the indexer's query starts from
+
+
+class Indexer(NamedTuple):
+    """The lightning indexer's side of `B` sequences."""
+
+    query: jax.Array  # [B, T, G, D_i]  activation dtype
+    weights: jax.Array  # f32[B, T, G]  scale factors folded in
+    key: jax.Array  # [B, S, D_i]  activation dtype
+
+
+class Forward(NamedTuple):
+    """What `forward` gives back."""
+
+    logits: jax.Array  # f32[B, T, V]
+    divergence: jax.Array  # f32[L]  mean KL of attention from index scores, in nats; 0 where it was not asked for
+    mass: jax.Array  # f32[L]  mean share of dense attention inside the selected set; 0 where it was not asked for
+    expert_load: jax.Array  # f32[MoE layers, X]  share of the tokens' choices that fell on each expert
+
+
+def forward(
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    config: DsaConfig,
+    *,
+    sparse: bool,
+    distil: bool,
+    block: int = 512,
+    extents: int = 1,
+    dense_attention: DenseAttention | None = None,
+) -> Forward:
+    """The whole transformer over tokens i32[B, T] at positions i32[B, T] (rising along T).
+
+    sparse: a query attends to the exact top-k of its index scores, else to everything before it and itself.
+    distil: also measure how far the index scores are from the attention they should foresee. Its gradient reaches
+    only the indexer: hidden state, query latent and attention distribution enter it as constants.
+    block, extents: queries are taken `block` at a time; keys are cut to the first 1/extents, 2/extents, ... of the
+    sequence where the causal mask allows. Neither changes the result beyond rounding.
+    dense_attention: a faster causal attention, used where neither sparse nor distil needs the distribution.
+    """
+    batch, length = tokens.shape
+    flat = positions.reshape(-1)
+    x = dsa.embed(params, tokens.reshape(-1), config)
+    divergences, masses, loads = [], [], []
+    shared: Indexer | None = None
+    for layer, mlp_kind in zip(params["layers"], config.mlp_kinds, strict=True):
+        normed = dsa.rms_norm(x, layer["input_norm"], config.rms_norm_eps)
+        inputs = expanded_inputs(layer, normed, flat, config)
+        query, key, value = (a.reshape(batch, length, *a.shape[1:]) for a in inputs[:3])
+        divergence = mass = jnp.zeros((), jnp.float32)
+        if dense_attention is not None and not (sparse or distil):
+            attended = dense_attention(query, key, value, config.attention_scale)
+        else:
+            if "indexer" in layer and (sparse or distil):
+                shared = _indexer(layer, normed, inputs.q_latent, flat, config, (batch, length))
+            attended, divergence, mass = causal_attention(
+                query, key, value, shared, config, sparse=sparse, distil=distil, block=block, extents=extents
+            )
+        attended = attended.reshape(batch * length, *attended.shape[2:])
+        x = x + dsa.product("nhv,hve->ne", attended, layer["attention"]["o"])
+        normed = dsa.rms_norm(x, layer["post_norm"], config.rms_norm_eps)
+        if mlp_kind == DENSE:
+            x = x + dsa.mlp(layer["mlp"], normed)
+        else:
+            mixed, load = mixture(layer["moe"], normed, config)
+            x = x + mixed
+            loads.append(load)
+        divergences.append(divergence)
+        masses.append(mass)
+    logits = dsa.logits(params, x, config).reshape(batch, length, -1)
+    load = jnp.stack(loads) if MOE in config.mlp_kinds else jnp.zeros((0, config.num_experts), jnp.float32)
+    return Forward(logits, jnp.stack(divergences), jnp.stack(masses), load)
+
+
+def expanded_inputs(layer: Params, x: jax.Array, positions: jax.Array, config: DsaConfig) -> ExpandedInputs:
+    """Queries, keys and values of each head; x [N, E] is normed, positions i32[N]."""
+    weights = layer["attention"]
+    cosines, sines = dsa.rope_table(positions, config)
+    nope, latent = config.qk_nope_head_dim, config.kv_lora_rank
+
+    q_latent = dsa.rms_norm(dsa.product("ne,eq->nq", x, weights["q_a"]), weights["q_a_norm"], config.rms_norm_eps)
+    q = dsa.product("nq,qhd->nhd", q_latent, weights["q_b"])
+    q_rotated = dsa.rotate(q[..., nope:], cosines[:, None], sines[:, None], config.rope_interleave)
+
+    kv = dsa.product("ne,ed->nd", x, weights["kv_a"])
+    latents = dsa.rms_norm(kv[..., :latent], weights["kv_a_norm"], config.rms_norm_eps)
+    k_nope = dsa.product("nr,rhd->nhd", latents, weights["kv_b_k"])
+    k_rotated = dsa.rotate(kv[..., latent:], cosines, sines, config.rope_interleave)
+    k_rotated = jnp.broadcast_to(k_rotated[:, None], (x.shape[0], config.num_heads, config.qk_rope_head_dim))
+    return ExpandedInputs(
+        query=jnp.concatenate([q[..., :nope], q_rotated], axis=-1),
+        key=jnp.concatenate([k_nope, k_rotated], axis=-1),
+        value=dsa.product("nr,rhv->nhv", latents, weights["kv_b_v"]),
+        q_latent=q_latent,
+    )
+
+
+def _indexer(layer: Params, x, q_latent, positions, config: DsaConfig, shape: tuple[int, int]) -> Indexer:
+    cosines, sines = dsa.rope_table(positions, config)
+    constants = lax.stop_gradient((x, q_latent))
+    query, weights, key = dsa.index_inputs(layer["indexer"], *constants, cosines, sines, config)
+    # Query and key come out of the activation dtype, so going back to it loses nothing.
+    query, key = query.astype(config.dtype), key.astype(config.dtype)
+    return Indexer(*(a.reshape(*shape, *a.shape[1:]) for a in (query, weights, key)))
+
+
+def causal_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    indexer: Indexer | None,
+    config: DsaConfig,
+    *,
+    sparse: bool,
+    distil: bool,
+    block: int,
+    extents: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention [B, T, H, v], mean divergence and mean mass, in blocks of queries that are recomputed backwards."""
+    batch, length = query.shape[:2]
+    block = min(block, length)
+    extents = min(extents, length // block)
+    if length % (block * extents):
+        raise ValueError(f"{length} positions are not a multiple of {block} x {extents}; change block or extents")
+
+    def one_block(start, query, index_query, index_weights, key, value, index_key):
+        rows = start + jnp.arange(block)
+        visible = jnp.broadcast_to(
+            (jnp.arange(key.shape[1])[None] <= rows[:, None])[None], (batch, block, key.shape[1])
+        )
+        none = jnp.zeros((), jnp.float32)
+        if index_query is None:
+            return attend(query, key, value, visible, config.attention_scale)[0], none, none
+        scores = index_scores(index_query, index_weights, index_key)
+        mask = selected_mask(lax.stop_gradient(scores), visible, config.index_topk)
+        out, distribution = attend(query, key, value, mask if sparse else visible, config.attention_scale)
+        if not distil:
+            return out, none, none
+        distribution = lax.stop_gradient(distribution)
+        divergence = index_divergence(scores, distribution, mask if sparse else visible).mean()
+        return out, divergence, jnp.where(mask, distribution, 0.0).sum(axis=-1).mean()
+
+    if indexer is None:
+        indexer_blocks, index_key = (None, None), None
+    else:
+        indexer_blocks, index_key = (indexer.query, indexer.weights), indexer.key
+    span, outs, divergences, masses = length // extents, [], [], []
+    for extent in range(extents):
+        stop = (extent + 1) * span
+        keys = tuple(a if a is None else a[:, :stop] for a in (key, value, index_key))
+
+        def per_block(a, first=stop - span, last=stop):
+            if a is None:
+                return None
+            return jnp.moveaxis(a[:, first:last].reshape(batch, span // block, block, *a.shape[2:]), 1, 0)
+
+        starts = stop - span + block * jnp.arange(span // block)
+        body = jax.checkpoint(lambda args, keys=keys: one_block(*args, *keys))
+        out, divergence, mass = lax.map(body, (starts, *(per_block(a) for a in (query, *indexer_blocks))))
+        outs.append(jnp.moveaxis(out, 0, 1).reshape(batch, span, *out.shape[3:]))
+        divergences.append(divergence.mean())
+        masses.append(mass.mean())
+    return jnp.concatenate(outs, axis=1), jnp.stack(divergences).mean(), jnp.stack(masses).mean()
+
+
+def attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """softmax(scale query . key) value over the keys that mask bool[B, T, S] allows (at least one per query).
+
+    Returns the attended values [B, T, H, v] and the attention distribution f32[B, T, S], the mean over heads.
+    """
+    precision = _precision(query)
+    logits = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32, precision=precision)
+    allowed = jnp.broadcast_to(mask[:, None], logits.shape)
+    probabilities = jax.nn.softmax(jnp.where(allowed, logits * scale, MASKED), axis=-1)
+    out = jnp.einsum(
+        "bhts,bshv->bthv",
+        probabilities.astype(value.dtype),
+        value,
+        preferred_element_type=jnp.float32,
+        precision=precision,
+    )
+    return out.astype(value.dtype), probabilities.mean(axis=1)
+
+
+def index_scores(query: jax.Array, weights: jax.Array, key: jax.Array) -> jax.Array:
+    """score(t, s) = sum_g weights[t, g] relu(query[t, g] . key[s]); f32[B, T, S], visible or not."""
+    products = jnp.einsum(
+        "btgd,bsd->bgts", query, key, preferred_element_type=jnp.float32, precision=_precision(query)
+    )
+    return (jax.nn.relu(products) * jnp.moveaxis(weights, 2, 1)[..., None]).sum(axis=1)
+
+
+def selected_mask(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
+    """The k best visible keys of each query, bool[..., S]; all visible ones where they are at most k.
+
+    Exact, equal scores to the lower position. No sort: the k-th largest score is found bit by bit, by counting, on
+    the order-keeping integer image of the floats.
+    """
+    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores).astype(jnp.float32), jnp.uint32)
+    top = jnp.uint32(0x80000000)
+    image = jnp.where(bits >= top, ~bits, bits | top)
+    image = jnp.where(visible, image, jnp.uint32(0))  # below every float, NaN with the sign bit aside
+
+    def at_least(threshold):
+        return (image >= threshold[..., None]).sum(axis=-1, dtype=jnp.int32)
+
+    def raise_threshold(i, threshold):
+        candidate = threshold | lax.shift_right_logical(top, i.astype(jnp.uint32))
+        return jnp.where(at_least(candidate) >= k, candidate, threshold)
+
+    kth = lax.fori_loop(0, 32, raise_threshold, jnp.zeros(scores.shape[:-1], jnp.uint32))
+    above = image > kth[..., None]
+    tied = visible & (image == kth[..., None])
+    room = k - above.sum(axis=-1, dtype=jnp.int32)
+
+    def first_tied(_):
+        return tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room[..., None])
+
+    has_surplus = (tied.sum(axis=-1, dtype=jnp.int32) > room).any()
+    return above | lax.cond(has_surplus, first_tied, lambda _: tied, None)
+
+
+def _precision(operand: jax.Array) -> lax.Precision | None:
+    return lax.Precision.HIGHEST if operand.dtype == jnp.float32 else None
+
+
+def index_divergence(scores: jax.Array, distribution: jax.Array, mask: jax.Array) -> jax.Array:
+    """KL(distribution || softmax of the scores over the mask) of each query, f32[B, T], in nats."""
+    log_foreseen = jax.nn.log_softmax(jnp.where(mask, scores, MASKED), axis=-1)
+    surprise = jnp.log(jnp.maximum(distribution, 1e-20)) - log_foreseen
+    return jnp.where(mask, distribution * surprise, 0.0).sum(axis=-1)
+
+
+def mixture(weights: Params, x: jax.Array, config: DsaConfig) -> tuple[jax.Array, jax.Array]:
+    """The mixture of experts as one wide block, x [N, E] -> ([N, E], load f32[X]).
+
+    Every expert runs over every token, weighted by its routing weight, zero where it was not chosen. The load is each
+    expert's share of all choices; it carries no gradient.
+    """
+    chosen, routing = dsa.route(weights, x, config)
+    experts = jnp.arange(config.num_experts)[None, None]
+    is_chosen = chosen[..., None] == experts  # [N, k, X]
+    share = jnp.where(is_chosen, routing[..., None], 0.0).sum(axis=1)
+    gate = dsa.product("ne,xei->nxi", x, weights["gate"])
+    inner = jax.nn.silu(gate) * dsa.product("ne,xei->nxi", x, weights["up"]) * share.astype(x.dtype)[..., None]
+    mixed = dsa.product("nxi,xie->ne", inner, weights["down"])
+    if "shared" in weights:
+        mixed = mixed + dsa.mlp(weights["shared"], x)
+    return mixed, is_chosen.astype(jnp.float32).mean(axis=(0, 1))
