@@ -11,9 +11,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from echo_jax.types import NO_POSITION
+
+MINUS_ZERO = np.uint32(0x80000000)
+"""The bits of -0."""
 
 
 class Selection(NamedTuple):
@@ -44,19 +48,20 @@ def mask_invisible(score: jax.Array, visible: jax.Array) -> jax.Array:
 def select(score: jax.Array, visible: jax.Array, top_k: int) -> Selection:
     """The top_k best of the first visible i32[N] positions of score f32[N, P]; all of them where fewer are visible.
 
-    Two ways to the same list: scores without NaN or infinity go through `lax.top_k`, whose ties fall to the lower
-    index; anything else through a search over the total order's integer keys.
+    Two ways to the same list: plain scores (zeros and normal numbers) go through `lax.top_k`, whose ties fall to the
+    lower index; anything else, subnormal numbers included, which XLA takes for zeros on some backends, through a search
+    over the total order's integer keys.
     """
     top_k = min(top_k, score.shape[-1])
     positions = jnp.arange(score.shape[-1], dtype=jnp.int32)
     is_visible = positions[None] < visible[:, None]
-    is_odd = jnp.any(is_visible & ~jnp.isfinite(score))
+    is_odd = jnp.any(is_visible & ~_is_plain(score))
     return lax.cond(is_odd, _select_by_order, _select_finite, score, is_visible, jnp.arange(top_k, dtype=jnp.int32))
 
 
 def _select_finite(score: jax.Array, is_visible: jax.Array, ranks: jax.Array) -> Selection:
     top_k, length = ranks.shape[0], score.shape[-1]
-    comparable = jnp.where(is_visible, jnp.where(score == 0, 0.0, score), -jnp.inf)
+    comparable = jnp.where(is_visible, _one_zero(score), -jnp.inf)
     values, positions = lax.top_k(comparable, top_k)
     is_selected = values > -jnp.inf
     kth_score = jnp.min(jnp.where(is_selected, values, jnp.inf), axis=-1)
@@ -87,13 +92,31 @@ def _select_by_order(score: jax.Array, is_visible: jax.Array, ranks: jax.Array) 
     running = jnp.cumsum(is_selected, axis=-1, dtype=jnp.int32)
     found = jax.vmap(lambda count: jnp.searchsorted(count, ranks + 1).astype(jnp.int32))(running)
     positions = jnp.where(ranks[None] < wanted[:, None], found, NO_POSITION)
-    kth_score = jnp.take_along_axis(score, jnp.argmin(jnp.where(is_selected, keys, ~jnp.uint32(0)), -1)[:, None], -1)
-    return Selection(positions, jnp.where(wanted > 0, jnp.where(kth_score == 0, 0.0, kth_score)[:, 0], jnp.nan))
+    lowest = jnp.argmin(jnp.where(is_selected, keys, ~jnp.uint32(0)), axis=-1)
+    kth_score = jnp.take_along_axis(_one_zero(score), lowest[:, None], axis=-1)[:, 0]
+    return Selection(positions, jnp.where(wanted > 0, kth_score, jnp.nan))
 
 
 def order_keys(score: jax.Array, is_visible: jax.Array) -> jax.Array:
     """u32 keys in the order of scores: 0 invisible, 1 NaN, then -inf up to +inf with both zeros equal."""
-    bits = lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.uint32)
+    bits = lax.bitcast_convert_type(_one_zero(score), jnp.uint32)
     keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
     keys = jnp.where(jnp.isnan(score), jnp.uint32(1), keys)
     return jnp.where(is_visible, keys, jnp.uint32(0))
+
+
+def _is_plain(score: jax.Array) -> jax.Array:
+    """Zero or a normal number."""
+    bits = lax.bitcast_convert_type(score, jnp.uint32)
+    exponent = (bits >> 23) & 0xFF
+    return ((exponent > 0) & (exponent < 0xFF)) | (bits == 0) | (bits == MINUS_ZERO)
+
+
+def _one_zero(score: jax.Array) -> jax.Array:
+    """The scores, -0 made +0.
+
+    By their bits: a float comparison takes subnormal numbers for zeros where the processor is told to, as XLA does on
+    a CPU; and `bits << 1 == 0` is turned back into that comparison by LLVM.
+    """
+    bits = lax.bitcast_convert_type(score, jnp.uint32)
+    return lax.bitcast_convert_type(jnp.where(bits == MINUS_ZERO, jnp.uint32(0), bits), jnp.float32)
