@@ -21,6 +21,7 @@ from echo_jax.models.dsa import Params
 from echo_jax.prefill import prefill_chunk
 from echo_jax.sampling import GREEDY, Sampling, sample
 from echo_jax.stats import Totals
+from echo_jax.types import PAGE
 
 
 @dataclasses.dataclass
@@ -67,7 +68,8 @@ def check_requests(config: DecodeConfig, prompts: Sequence[Sequence[int]], max_n
         if len(prompt) + max_new_tokens > cache.capacity:
             raise ValueError(
                 f"prompt {number} has {len(prompt)} tokens and {max_new_tokens} new ones were asked for, together "
-                f"{len(prompt) + max_new_tokens}, but a seat holds {cache.capacity}; shorten the prompt or raise capacity"
+                f"{len(prompt) + max_new_tokens}, but a seat holds {cache.capacity}; shorten the prompt or raise "
+                "capacity"
             )
         top = max(prompt)
         if min(prompt) < 0 or top >= config.model.vocab_size:
@@ -75,6 +77,12 @@ def check_requests(config: DecodeConfig, prompts: Sequence[Sequence[int]], max_n
                 f"prompt {number} holds token {top if top >= config.model.vocab_size else min(prompt)} but the model "
                 f"knows 0..{config.model.vocab_size - 1}; use the model's own tokenizer"
             )
+    pages = sum(-(-(len(prompt) + max_new_tokens) // PAGE) for prompt in prompts)
+    if pages > cache.pages:
+        raise ValueError(
+            f"the prompts and their {max_new_tokens} new tokens need {pages * PAGE} host rows in pages of {PAGE} but "
+            f"the host pool holds {cache.host_rows}; raise host_rows or split the batch"
+        )
 
 
 def generate(
