@@ -1,0 +1,284 @@
+"""`echo-jax generate`: continues prompts from an offloaded cache, shows what moved, and proves that nothing changed.
+
+Knows options, files and the order in which things are checked: everything that can be refused is refused before the
+weights are read. How requests are run and compared is the business of `engine`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from echo_jax import hostmem
+from echo_jax.checkpoints import end_token_ids, load_folder, load_tokenizer
+from echo_jax.cli import options as options_lib
+from echo_jax.cli import output
+from echo_jax.cli.errors import InputError, refusing_wrong_input
+from echo_jax.cli.models import DTYPES, Prompt, find_model, parameter_dtype, read_prompts, shape_of
+from echo_jax.cli.options import option
+from echo_jax.cli.pools import PoolOptions
+from echo_jax.cli.text import Printer
+from echo_jax.decode import DecodeConfig
+from echo_jax.engine import Comparison, Generation, check_requests, compare, generate, resident
+from echo_jax.sampling import Sampling
+
+EXAMPLES = """\
+examples:
+  echo-jax generate --model echo-tiny --prompt-file manual.txt --max-new-tokens 200
+  echo-jax generate --model ./my-model --prompt-file a.txt b.txt --device-slots 1200 --check
+  echo-jax generate --model echo-tiny --prompt-file manual.txt --threshold ema:0.7 --cap 128 --json --output run.jsonl
+  echo-jax generate --model echo-tiny --prompt-file manual.txt --threshold my_policies:Slope:0.1
+
+exit status: 0 done (and, with --check, no difference), 1 --check found a difference, 2 wrong input, 130 interrupted"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions(PoolOptions):
+    """Continues prompts with a DSA model whose KV cache lives in host memory."""
+
+    model: str = option(
+        "a model of this package (echo-tiny) or a Hugging Face folder", metavar="NAME|FOLDER", group="input"
+    )
+    prompt_file: tuple[Path, ...] = option(
+        "prompts, one a file; several of any lengths form a batch", metavar="FILE", group="input"
+    )
+    max_new_tokens: int = option("tokens to add to each prompt", 128, metavar="N", group="input")
+    ignore_eos: bool = option("go on after an end token", False, group="input")
+    dtype: str = option(
+        "of parameters and activations; auto is float32 on a CPU, as stored elsewhere",
+        "auto",
+        choices=DTYPES,
+        group="input",
+    )
+    capacity: int | None = option(
+        "positions that each request can hold (default: the longest prompt and its new tokens)",
+        None,
+        metavar="P",
+        group="cache",
+    )
+    host_memory: str = option(
+        "how host memory is reached: ffi (the shared library, pinned), jnp (an ordinary array), or the best there is",
+        "auto",
+        choices=hostmem.IMPLEMENTATIONS,
+        group="cache",
+    )
+    temperature: float = option("0 is greedy", 0.0, metavar="X", group="sampling")
+    top_p: float = option(
+        "smallest set of tokens whose probabilities reach this, in (0, 1]", 1.0, metavar="X", group="sampling"
+    )
+    seed: int = option("request number r draws with seed + r", 0, metavar="N", group="sampling")
+    check: bool = option(
+        "run again without offload and compare lists, logits and layer digests, bit for bit", False, group="output"
+    )
+    json: bool = option("print JSON rows instead of text and tables", False, group="output")
+    output: Path | None = option(
+        "also write the rows to this file, whole or not at all", None, metavar="FILE", group="output"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """Everything that was asked for, checked and ready to run."""
+
+    options: GenerateOptions
+    config: DecodeConfig
+    params: Any
+    prompts: list[Prompt]
+    sampling: Sampling
+    stop_tokens: tuple[int, ...]
+    memory: hostmem.HostMemory
+
+
+def execute(options: GenerateOptions) -> int:
+    """Runs the command; 0 when done, 1 when --check found a difference."""
+    with refusing_wrong_input():
+        rows = output.Rows(options.json, options.output)
+    with rows:
+        with refusing_wrong_input():
+            tokenizer = load_tokenizer(find_model(options.model))
+            job = _prepare(options, read_prompts(options.prompt_file, tokenizer))
+        printer = Printer(job.prompts, tokenizer, options.max_new_tokens, job.stop_tokens, is_silent=options.json)
+        try:
+            rows.add(_config_row(job))
+            ours = _run(job, job.config, "prefill", printer)
+        except KeyboardInterrupt:
+            printer.interrupted()
+            for row in printer.rows(is_complete=False):
+                rows.add(row)
+            raise
+        for row in (*_moved_rows(job, ours), *printer.rows()):
+            rows.add(row)
+        if not options.json:
+            _print_moved(job, ours)
+        if not options.check:
+            return 0
+        reference = _run(job, resident(job.config), "check: resident run", None)
+        comparison = compare(ours, reference)
+        rows.add(_check_row(comparison, reference))
+        if not options.json:
+            _print_check(comparison, ours, reference)
+    return 1 if comparison.differences else 0
+
+
+def _prepare(options: GenerateOptions, prompts: list[Prompt]) -> _Job:
+    """Checks in order of cost: options, sizes, host memory, and the weights last."""
+    sampling = Sampling(options.temperature, options.top_p)
+    if not 0 <= options.seed < 2**32:
+        raise InputError(f"--seed is {options.seed} but must lie in 0..{2**32 - 1}")
+    if options.max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens is {options.max_new_tokens} but must be at least 1")
+    folder, model = find_model(options.model), shape_of(options.model)
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    needed = longest + options.max_new_tokens
+    if needed > model.max_positions:
+        raise InputError(
+            f"the longest prompt has {longest} tokens and {options.max_new_tokens} new ones were asked for, together "
+            f"{needed}, but the model knows {model.max_positions} positions; shorten the prompt or lower "
+            "--max-new-tokens"
+        )
+    capacity = needed if options.capacity is None else options.capacity
+    sizes = {"seats": len(prompts), "capacity": capacity, "host_memory": options.host_memory, "longest": longest}
+    config = options.decode_config(model, **sizes)
+    check_requests(config, [prompt.tokens for prompt in prompts], options.max_new_tokens)
+    memory = hostmem.choose(implementation=options.host_memory)
+    stop_tokens = () if options.ignore_eos else end_token_ids(folder)
+    model, params = load_folder(folder, dtype=parameter_dtype(options.dtype))
+    return _Job(options, options.decode_config(model, **sizes), params, prompts, sampling, stop_tokens, memory)
+
+
+def _run(job: _Job, config: DecodeConfig, name: str, printer: Printer | None) -> Generation:
+    """One run of the batch under a progress bar. Text is shown by the printer, if there is one."""
+    lengths = [len(prompt.tokens) for prompt in job.prompts]
+    done = [0] * len(lengths)
+    with output.progress("compiling", total=sum(lengths)) as bar:
+
+        def on_prefill(prompt: int, count: int) -> None:
+            bar.describe(name)
+            bar.advance(count - done[prompt])
+            done[prompt] = count
+
+        def on_token(prompt: int, token: int) -> None:
+            if printer is not None:
+                printer.add(prompt, token, bar)
+
+        return generate(
+            job.params,
+            config,
+            [prompt.tokens for prompt in job.prompts],
+            job.options.max_new_tokens,
+            sampling=job.sampling,
+            seed=job.options.seed,
+            stop_tokens=job.stop_tokens,
+            keep_record=job.options.check,
+            on_prefill=on_prefill,
+            on_token=on_token,
+        )
+
+
+# ---- rows ------------------------------------------------------------------------------------------------
+
+
+def _config_row(job: _Job) -> dict[str, Any]:
+    """What was asked for, and under `resolved` what became of it."""
+    cache, device = job.config.cache, jax.devices()[0]
+    resolved = {
+        "layers": cache.num_layers,
+        "seats": cache.seats,
+        "capacity": cache.capacity,
+        "host_rows": cache.host_rows,
+        "device_slots": cache.device_slots,
+        "top_k": cache.top_k,
+        "chunk": cache.chunk,
+        "threshold": repr(cache.threshold),
+        "eviction": repr(cache.eviction),
+        "dtype": job.config.model.dtype,
+        "host_memory": job.memory.value,
+        "device": f"{device.platform} {device.device_kind}",
+        "echo_jax": importlib.metadata.version("echo-jax"),
+        "jax": jax.__version__,
+    }
+    return {"row": "config", "command": "generate"} | options_lib.record(job.options) | {"resolved": resolved}
+
+
+def _moved_rows(job: _Job, run: Generation) -> list[dict[str, Any]]:
+    """One row a layer and one of totals. Without a decode step (one new token) no row of a layer exists."""
+    has_steps = run.moved.steps > 0
+    layers = [{"row": "layer"} | row for row in run.moved.by_layer()] if has_steps else []
+    total = {
+        "row": "total",
+        "steps": run.moved.steps,
+        "prompt_tokens": sum(len(prompt.tokens) for prompt in job.prompts),
+        "new_tokens": sum(map(len, run.tokens)),
+        "compile_seconds": run.compile_seconds,
+        "prefill_seconds": run.prefill_seconds,
+        "decode_seconds": run.decode_seconds,
+        "tokens_per_second": run.tokens_per_second,
+        "device_bytes": run.device_bytes,
+        "device_bytes_by_kind": job.config.cache.device_bytes(),
+        "host_bytes": job.config.cache.host_bytes(),
+    }
+    return [*layers, total | (run.moved.total() if has_steps else {})]
+
+
+def _check_row(comparison: Comparison, reference: Generation) -> dict[str, Any]:
+    timing = {"prefill_seconds": reference.prefill_seconds, "tokens_per_second": reference.tokens_per_second}
+    return {"row": "check"} | dataclasses.asdict(comparison) | {"resident": timing}
+
+
+# ---- for people ------------------------------------------------------------------------------------------
+
+_COLUMNS = ("layer", "hit rate", "hits", "useful", "wasted", "recalled", "refused", "evicted", "to device", "to host")
+
+
+def _print_moved(job: _Job, run: Generation) -> None:
+    console = output.console()
+    rows = _moved_rows(job, run)
+    total = rows.pop()
+    if rows:
+        console.print()
+        table = output.table(f"what moved in {total['steps']} decode steps (rows)", _COLUMNS)
+        for row in (*rows, total):
+            table.add_row(*_cells(row), style="bold" if row is total else None)
+        console.print(table)
+    else:
+        console.print("\nno decode step: the first token of a request comes from its prefill")
+    prefill, decoded = total["prefill_seconds"], total["new_tokens"] - len(job.prompts)
+    speed = total["prompt_tokens"] / prefill
+    console.print(f"\nprefill  {total['prompt_tokens']:,} tokens in {prefill:.2f} s ({speed:,.0f} tokens/s)")
+    if decoded:
+        console.print(
+            f"decode   {decoded:,} tokens in {total['decode_seconds']:.2f} s "
+            f"({total['tokens_per_second']:,.1f} tokens/s)"
+        )
+    console.print(f"compile  {total['compile_seconds']:.2f} s before either")
+    kinds = ", ".join(f"{kind} {output.size(count)}" for kind, count in total["device_bytes_by_kind"].items())
+    console.print(f"device   {output.size(total['device_bytes'])}: {kinds}")
+    console.print(f"host     {output.size(total['host_bytes'])} of {job.memory.value} memory")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    rate = row["hit_rate"]
+    counts = [f"{row[name]:,}" for name in ("hits", "useful", "wasted", "recalled", "refused", "evicted")]
+    sizes = [output.size(row[name]) for name in ("host_to_device_bytes", "device_to_host_bytes")]
+    return [str(row.get("layer", "all")), "" if rate != rate else f"{100 * rate:.1f} %", *counts, *sizes]
+
+
+def _print_check(comparison: Comparison, ours: Generation, reference: Generation) -> None:
+    console = output.console()
+    console.print(
+        f"check    against the resident run: {comparison.lists:,} lists, {comparison.logits:,} logits rows, "
+        f"{comparison.digests:,} layer digests and {comparison.tokens:,} tokens compared"
+    )
+    if ours.moved.steps:
+        ratio = ours.tokens_per_second / reference.tokens_per_second
+        console.print(
+            f"         resident decode {reference.tokens_per_second:,.1f} tokens/s; with offload {ratio:.2f} of that"
+        )
+    if comparison.differences:
+        console.print(f"         {comparison.differences} differences, first: {comparison.first}", style="bold red")
+    else:
+        console.print("         0 differences", style="bold green")
