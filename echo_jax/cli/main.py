@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from absl import app, logging
+from absl import app, flags, logging
 from absl.flags import argparse_flags
 
 from echo_jax.cli import options as options_lib
@@ -69,7 +69,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             command.description, command.epilog = options.__doc__, module.EXAMPLES
             command.set_defaults(execute=module.execute, options=options)
             options_lib.add_arguments(command, options)
-    return parser.parse_args(list(argv[1:]))
+    namespace = parser.parse_args(list(argv[1:]))
+    if flags.FLAGS["verbosity"].using_default_value:
+        # absl would raise it to INFO, where jax tells everybody about the accelerators that this machine lacks.
+        logging.set_verbosity(logging.WARNING)
+    return namespace
 
 
 class _Parser(argparse_flags.ArgumentParser):

@@ -17,6 +17,14 @@ def test_everything_needed_is_there(echo_jax):
     assert "everything needed works" in echo_jax("doctor").out
 
 
+def test_what_jax_says_of_absent_accelerators_is_kept_from_people(environment):
+    """absl's app raises the verbosity to INFO, and jax then reports each backend that it could not start."""
+    del environment["JAX_PLATFORMS"]
+    command_line = [sys.executable, "-m", "echo_jax.cli.main", "doctor"]
+    done = subprocess.run(command_line, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+
+
 def test_without_the_shared_library(echo_jax, monkeypatch):
     monkeypatch.setenv(_ffi.ENVIRONMENT_SWITCH, "0")
     done = echo_jax("doctor", "--json")

@@ -8,8 +8,10 @@ import sys
 import numpy as np
 import pytest
 
+from echo_jax.checkpoints import ByteTokenizer
 from echo_jax.cli import generate as command
-from echo_jax.cli import text
+from echo_jax.cli import output, text
+from echo_jax.cli.models import Prompt
 
 NEW = 20
 LENGTH = 101  # bytes of the prompt
@@ -72,6 +74,16 @@ def test_streamed_text_is_the_text_of_the_rows(echo_jax, arguments):
     rows, shown = echo_jax(*arguments, "--json"), echo_jax(*arguments)
     (row,) = rows.rows("text")
     assert f"And so on.]{row['text']}" in shown.out
+
+
+def test_a_terminal_gets_no_control_sequences_from_a_model(capsys, monkeypatch, prompt_file):
+    """The end of the prompt is dim; an escape that the model says is replaced, a line break is not."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    printer = text.Printer([Prompt(prompt_file, list(b"say: "))], ByteTokenizer(), 8, (), is_silent=False)
+    with output.progress("", 1) as bar:
+        for token in b"a\x1b[2J\n\xc3\xa9":
+            printer.add(0, token, bar)
+    assert capsys.readouterr().out == "\x1b[2msay: \x1b[0ma\ufffd[2J\n\u00e9\n"
 
 
 def test_a_difference_is_named_and_exits_1(echo_jax, arguments, monkeypatch):
