@@ -33,6 +33,7 @@ class CacheConfig:
     offload: bool = True  # False: the resident run, everything on the device
     host_memory: str = "auto"  # "ffi", "jnp", or the best there is
     chunk: int = 512  # prompt tokens of one prefill call
+    block: int = 64  # of which so many are projected, scored and attended together; results depend on it, not on chunk
     warm_windows: int = 0  # queries at a prompt's end whose selected rows are recalled before decoding starts
 
     def __post_init__(self):
@@ -60,8 +61,11 @@ class CacheConfig:
                 f"staging {self.staging} and prefetch_per_position {self.prefetch_per_position} must not be negative; "
                 "0 switches prefetch off"
             )
-        if self.chunk < PAGE or self.chunk % PAGE:
-            raise ValueError(f"chunk is {self.chunk} but must be a multiple of {PAGE}, at least {PAGE}")
+        if self.block < PAGE or self.chunk < self.block or self.chunk % self.block:
+            raise ValueError(
+                f"chunk is {self.chunk} and block is {self.block}, but block must be at least {PAGE} and chunk a "
+                "multiple of it"
+            )
         if not 0 <= self.warm_windows <= self.chunk:
             raise ValueError(f"warm_windows is {self.warm_windows} but must lie in 0..{self.chunk}, the chunk")
         if self.host_memory not in ("auto", "ffi", "jnp"):

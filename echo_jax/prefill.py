@@ -3,8 +3,9 @@
 A chunk's queries select for themselves, and their union may be larger than any pool, so prefill does not go through the
 pool: each layer reads the request's rows from the host into a workspace, adds the chunk's own, and attends from there
 in blocks of queries. The workspace is `P * record` bytes, one layer at a time. The chunk's records go to the host in
-one call at the end. Every reader sees stored forms and every block has the same shape, so the chunk size does not
-change results.
+one call at the end. Every reader sees stored forms, and everything is computed in blocks of one shape, so the chunk
+size does not change results. (A matrix product with another number of rows may round differently. On a GPU, where
+small products waste the machine and bits across chunk sizes are not promised, raise `block` to the chunk.)
 """
 
 from __future__ import annotations
@@ -24,12 +25,9 @@ from echo_jax.config import CacheConfig
 from echo_jax.decode import DecodeConfig
 from echo_jax.layer import page_numbers
 from echo_jax.models import dsa
-from echo_jax.models.config import SHARED
+from echo_jax.models.config import SHARED, DsaConfig
 from echo_jax.recall import StepView
 from echo_jax.types import NO_POSITION, NO_ROW, EchoState, LayerState
-
-BLOCK = 64
-"""Queries scored and attended together. Products of 64 or more rows agree bit for bit on the CPU; fewer do not."""
 
 
 class PrefillOutput(struct.PyTreeNode):
@@ -64,19 +62,18 @@ def prefill_chunk(
     model, cache = config.model, config.cache
     chunk = _open(cache, state, tokens.shape[0], seat, count)
     positions = chunk.view.positions[0]
+    in_blocks = functools.partial(_in_blocks, cache.block)
     hidden = dsa.embed(params, tokens, model)
 
     layers, new_records, picks = list(state.layers), [], []
     for index, weights in enumerate(params["layers"]):
-        x = dsa.rms_norm(hidden, weights["input_norm"], model.rms_norm_eps)
-        inputs = lax.optimization_barrier(dsa.attention_inputs(weights, x, positions, model))
+        inputs = in_blocks(functools.partial(_project, model, weights), (hidden, positions))
         is_shared = model.layer_kinds[index] == SHARED
         layers[index], stored, pick, attended, digest = _layer(
             config, layers[index], state.host_pool, index, chunk, inputs, picks[-1] if is_shared else None
         )
-        hidden = hidden + dsa.attention_output(weights, attended, model)
-        x = dsa.rms_norm(hidden, weights["post_norm"], model.rms_norm_eps)
-        hidden = lax.optimization_barrier(hidden + dsa.feed_forward(weights, x, model, model.mlp_kinds[index]))
+        finish = functools.partial(_finish, model, weights, model.mlp_kinds[index])
+        hidden = in_blocks(finish, (hidden, attended))
         new_records.append(stored)
         picks.append(pick._replace(digest=digest))
 
@@ -85,10 +82,25 @@ def prefill_chunk(
     state = state_lib.close(cache, state, layers, new_records, rows, written)
     if not all_logits:
         hidden = lax.dynamic_slice_in_dim(hidden, jnp.maximum(count - 1, 0), 1)
-    logits = dsa.logits(params, hidden, model)
+        logits = dsa.logits(params, hidden, model)[0]
+    else:
+        logits = in_blocks(lambda x: dsa.logits(params, x, model), hidden)
     selected = jnp.stack([pick.positions for pick in picks])
     digests = jnp.stack([pick.digest for pick in picks])
-    return state, PrefillOutput(logits if all_logits else logits[0], selected, digests)
+    return state, PrefillOutput(logits, selected, digests)
+
+
+def _project(model: DsaConfig, weights: dsa.Params, block) -> dsa.AttentionInputs:
+    hidden, positions = block
+    x = dsa.rms_norm(hidden, weights["input_norm"], model.rms_norm_eps)
+    return lax.optimization_barrier(dsa.attention_inputs(weights, x, positions, model))
+
+
+def _finish(model: DsaConfig, weights: dsa.Params, mlp_kind: str, block) -> jax.Array:
+    hidden, attended = block
+    hidden = hidden + dsa.attention_output(weights, attended, model)
+    x = dsa.rms_norm(hidden, weights["post_norm"], model.rms_norm_eps)
+    return lax.optimization_barrier(hidden + dsa.feed_forward(weights, x, model, mlp_kind))
 
 
 class _Pick(NamedTuple):
@@ -138,7 +150,7 @@ def _layer(config, state: LayerState, host_pool, layer: int, chunk: _Chunk, inpu
 
 
 def _pick(cache: CacheConfig, state: LayerState, view: StepView, inputs) -> _Pick:
-    """Scores and selects, BLOCK queries at a time."""
+    """Scores and selects, a block of queries at a time."""
     assert state.index_keys is not None
     query, weights = cache.keys.prepare_query(inputs.index_query, inputs.index_weights)
     keys = cache.keys.read_pages(state.index_keys, page_numbers(view.rows)[0])
@@ -151,7 +163,7 @@ def _pick(cache: CacheConfig, state: LayerState, view: StepView, inputs) -> _Pic
         scores = jnp.take_along_axis(score, jnp.maximum(selection.positions, 0), axis=-1)
         return selection.positions, selection.kth_score, scores
 
-    positions, kth, scores = _in_blocks(one_block, (query, weights, view.visible[0]))
+    positions, kth, scores = _in_blocks(cache.block, one_block, (query, weights, view.visible[0]))
     missing = ((0, 0), (0, cache.top_k - positions.shape[-1]))
     return _Pick(jnp.pad(positions, missing, constant_values=NO_POSITION), kth, jnp.pad(scores, missing))
 
@@ -176,12 +188,12 @@ def _attend(cache: CacheConfig, query, workspace, at, positions, scale: float):
         attended = lax.optimization_barrier(attend.attend(query, records, is_listed, scale, cache.records))
         return attended, attend.digest(attended)
 
-    return _in_blocks(one_block, (query, at, positions))
+    return _in_blocks(cache.block, one_block, (query, at, positions))
 
 
-def _in_blocks(function, arrays):
-    """Maps over blocks of BLOCK rows of every array, and joins the results."""
-    split = jax.tree.map(lambda x: x.reshape(-1, BLOCK, *x.shape[1:]), arrays)
+def _in_blocks(block: int, function, arrays):
+    """Maps over blocks of rows of every array, and joins the results."""
+    split = jax.tree.map(lambda x: x.reshape(-1, block, *x.shape[1:]), arrays)
     joined = lax.map(function, split)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), joined)
 

@@ -17,7 +17,7 @@ from jax import lax
 from echo_jax import eviction, hostmem, pool, tables, threshold
 from echo_jax.config import CacheConfig
 from echo_jax.recall import StepView
-from echo_jax.types import NO_PAGE, NO_ROW, PAGE, EchoState, LayerState
+from echo_jax.types import NO_PAGE, NO_ROW, PAGE, EchoState, LayerState, ThresholdPolicy
 
 
 def create(config: CacheConfig, device: Any = None) -> EchoState:
@@ -121,26 +121,25 @@ def admit(config: CacheConfig, state: EchoState, seat: int, positions: int, shar
     tables.check_free_pages(state.tables, needed - len(shared_pages))
     padded = np.full((config.pages_per_seat,), NO_PAGE, np.int32)
     padded[: len(shared_pages)] = shared_pages
-    return _admit(state, np.int32(seat), np.int32(needed), padded, np.int32(len(shared_pages)), config=config)
+    return _admit(state, np.int32(seat), np.int32(needed), padded, np.int32(len(shared_pages)), policy=config.threshold)
 
 
-def _donated(function):
-    """Jitted with the state given up, config static; the arrays' places and memory kinds stay as they are."""
-    return jax.jit(function, donate_argnames="state", static_argnames="config")
+# Jitted on what they need of the configuration, so that a sweep over its other fields compiles them once. The state is
+# given up; its arrays' places and memory kinds stay as they are.
+_donated = functools.partial(jax.jit, donate_argnames="state")
+_donated_with_policy = functools.partial(jax.jit, donate_argnames="state", static_argnames="policy")
 
 
-@_donated
-def _admit(state: EchoState, seat, pages_needed, shared_pages, shared_count, *, config: CacheConfig) -> EchoState:
+@_donated_with_policy
+def _admit(state: EchoState, seat, pages_needed, shared_pages, shared_count, *, policy: ThresholdPolicy) -> EchoState:
     updated = tables.admit(state.tables, seat, pages_needed, shared_pages, shared_count, shared_count * PAGE)
-    return state.replace(tables=updated, layers=_fresh_thresholds(config, state.layers, seat))
+    return state.replace(tables=updated, layers=_fresh_thresholds(policy, state.layers, seat))
 
 
-def _fresh_thresholds(config: CacheConfig, layers, seat):
+def _fresh_thresholds(policy: ThresholdPolicy, layers, seat):
     """A predictor must not carry over from the seat's previous occupant."""
     return tuple(
-        layer
-        if layer.threshold is None
-        else layer.replace(threshold=threshold.reset(config.threshold, layer.threshold, seat))
+        layer if layer.threshold is None else layer.replace(threshold=threshold.reset(policy, layer.threshold, seat))
         for layer in layers
     )
 
@@ -157,23 +156,23 @@ def fork(config: CacheConfig, state: EchoState, parent: int, child: int, positio
         )
     needed = tables.pages_for(state.tables, positions)
     tables.check_free_pages(state.tables, needed - length // PAGE)
-    return _fork(state, np.int32(parent), np.int32(child), np.int32(needed), config=config)
+    return _fork(state, np.int32(parent), np.int32(child), np.int32(needed), policy=config.threshold)
 
 
-@_donated
-def _fork(state: EchoState, parent, child, pages_needed, *, config: CacheConfig) -> EchoState:
+@_donated_with_policy
+def _fork(state: EchoState, parent, child, pages_needed, *, policy: ThresholdPolicy) -> EchoState:
     length = state.tables.lengths[parent]
     full, partial = length // PAGE, length % PAGE
     table = state.tables.page_table[parent]
     updated = tables.admit(state.tables, child, pages_needed, table, full, length)
-    last = jnp.minimum(full, config.pages_per_seat - 1)
+    last = jnp.minimum(full, table.shape[0] - 1)
     source_page, target_page = table[last], updated.page_table[child, last]
     has_partial = partial > 0
 
     layers = []
-    for layer in _fresh_thresholds(config, state.layers, child):
+    for layer in _fresh_thresholds(policy, state.layers, child):
         if layer.index_keys is not None:
-            where = jnp.where(has_partial, target_page, config.pages)
+            where = jnp.where(has_partial, target_page, layer.index_keys.shape[0])
             copied = layer.index_keys.at[where].set(layer.index_keys[jnp.maximum(source_page, 0)], mode="drop")
             layer = layer.replace(index_keys=copied)
         layers.append(layer)
@@ -182,7 +181,7 @@ def _fork(state: EchoState, parent, child, pages_needed, *, config: CacheConfig)
     source = jnp.where(offsets < partial, source_page * PAGE + offsets, NO_ROW)
     target = jnp.where(offsets < partial, target_page * PAGE + offsets, NO_ROW)
     if state.host_pool is None:
-        outside = jnp.where(target < 0, config.host_rows, target)
+        outside = jnp.where(target < 0, layers[0].records.shape[0], target)
         layers = [
             layer.replace(records=layer.records.at[outside].set(layer.records[jnp.maximum(source, 0)], mode="drop"))
             for layer in layers
@@ -196,11 +195,11 @@ def release(config: CacheConfig, state: EchoState, seat: int, keep_pages: bool =
     """Ends a seat's request: pages nobody else refers to become free, or cached for reuse with keep_pages (full ones
     only), and their rows lose their slots."""
     tables.check_seat(state.tables, seat, must_be_active=True)
-    return _release(state, np.int32(seat), np.bool_(keep_pages), config=config)
+    return _release(state, np.int32(seat), np.bool_(keep_pages))
 
 
 @_donated
-def _release(state: EchoState, seat, keep_pages, *, config: CacheConfig) -> EchoState:
+def _release(state: EchoState, seat, keep_pages) -> EchoState:
     updated, dropped = tables.release(state.tables, seat, keep_pages)
     return state.replace(tables=updated, layers=_drop_slots(state.layers, dropped))
 
@@ -227,10 +226,10 @@ def rollback(config: CacheConfig, state: EchoState, lengths) -> EchoState:
     does with rejected tokens. Refuses to lengthen, and to touch a page that another request shares."""
     lengths = np.asarray(lengths, np.int32)
     tables.check_rollback(state.tables, lengths)
-    return _rollback(state, lengths, config=config)
+    return _rollback(state, lengths)
 
 
-@functools.partial(jax.jit, donate_argnames="state", static_argnames="config")
-def _rollback(state: EchoState, lengths, *, config: CacheConfig) -> EchoState:
+@_donated
+def _rollback(state: EchoState, lengths) -> EchoState:
     updated, dropped = tables.rollback(state.tables, lengths)
     return state.replace(tables=updated, layers=_drop_slots(state.layers, dropped))
