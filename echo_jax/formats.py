@@ -73,8 +73,8 @@ class RecordFormat:
             return values.astype(self.dtype).reshape(*lead, *self.shape)
         latent = values[..., : self.latent].reshape(*lead, -1, RECORD_BLOCK)
         amax = jnp.max(jnp.abs(latent), axis=-1)
-        scales = jnp.maximum(amax, SMALLEST_AMAX) / E4M3_MAX
-        codes = to_e4m3(latent / scales[..., None]).reshape(*lead, -1)
+        scales = _over_largest_code(amax)
+        codes = to_e4m3(_quotient(latent, scales[..., None])).reshape(*lead, -1)
         rope = lax.bitcast_convert_type(values[..., self.latent :].astype(jnp.bfloat16), jnp.uint16)
         parts = [
             lax.bitcast_convert_type(codes.reshape(*lead, -1, 4), jnp.uint32),
@@ -170,12 +170,27 @@ def quantise_key(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     The exponent is read from the float's bits, so it is exact where log2 would round. An infinite or NaN amax is its
     own scale.
     """
-    wanted = jnp.maximum(jnp.max(jnp.abs(values), axis=-1), SMALLEST_AMAX) / E4M3_MAX
+    wanted = _over_largest_code(jnp.max(jnp.abs(values), axis=-1))
     bits = lax.bitcast_convert_type(wanted, jnp.uint32)
     is_fraction = (bits & jnp.uint32(0x7FFFFF)) != 0
     exponent = (bits >> 23) + is_fraction.astype(jnp.uint32)
     scales = jnp.where(jnp.isfinite(wanted), lax.bitcast_convert_type(exponent << 23, jnp.float32), wanted)
-    return to_e4m3(values / scales[..., None]), scales
+    return to_e4m3(_quotient(values, scales[..., None])), scales
+
+
+def _over_largest_code(amax: jax.Array) -> jax.Array:
+    """max(amax, 1e-4) / 448."""
+    return _quotient(jnp.maximum(amax, SMALLEST_AMAX), jnp.float32(E4M3_MAX))
+
+
+def _quotient(values: jax.Array, divisor: jax.Array) -> jax.Array:
+    """values / divisor, rounded once.
+
+    XLA multiplies by a rounded reciprocal where it sees that one number divides an array (a barrier does not hide it);
+    eager and jitted code, one record and many, or another implementation of the format would then store other bytes.
+    It does not see through this select, which changes nothing: a NaN divided is a NaN.
+    """
+    return values / jnp.where(jnp.isnan(values), values, divisor)
 
 
 def to_e4m3(values: jax.Array) -> jax.Array:
