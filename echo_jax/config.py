@@ -78,6 +78,11 @@ class CacheConfig:
                 f"device pool holds {self.device_slots} rows but B*T*(K+1) = {self.seats}*{self.tokens_per_step}*"
                 f"({self.top_k}+1) needs {needed}; raise device_slots or lower the batch"
             )
+        if self.device_slots < self.warm_windows * self.top_k:
+            raise ValueError(
+                f"device pool holds {self.device_slots} rows but warming {self.warm_windows} windows of {self.top_k} "
+                f"selected rows may need {self.warm_windows * self.top_k}; raise device_slots or lower warm_windows"
+            )
 
     @property
     def num_layers(self) -> int:

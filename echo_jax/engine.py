@@ -18,7 +18,7 @@ from echo_jax import attend
 from echo_jax import state as state_lib
 from echo_jax.decode import DecodeConfig, decode_step
 from echo_jax.models.dsa import Params
-from echo_jax.prefill import prefill_chunk
+from echo_jax.prefill import PrefillOutput, prefill, prefill_chunk
 from echo_jax.sampling import GREEDY, Sampling, sample
 from echo_jax.stats import Totals
 from echo_jax.types import PAGE
@@ -164,20 +164,20 @@ def _compile(params: Params, state, config: DecodeConfig) -> float:
 
 def _prefill(params, state, config: DecodeConfig, seat: int, prompt, record: Record | None, on_prefill):
     """The prompt, chunk by chunk; returns the state and the last token's logits f32[V]."""
-    chunk, output = config.cache.chunk, None
-    for start in range(0, len(prompt), chunk):
-        count = min(chunk, len(prompt) - start)
-        part = np.zeros((chunk,), np.int32)
-        part[:count] = prompt[start : start + count]
-        state, output = prefill_chunk(params, state, part, np.int32(seat), np.int32(count), config=config)
+    before = 0
+
+    def progress(done: int, output: PrefillOutput):
+        nonlocal before
         if record is not None:
-            record.prefill_lists.append(np.asarray(_fingerprint(output.selected))[:, :count])
-            record.prefill_digests.append(np.asarray(output.digests)[:, :count])
+            record.prefill_lists.append(np.asarray(_fingerprint(output.selected))[:, : done - before])
+            record.prefill_digests.append(np.asarray(output.digests)[:, : done - before])
             record.prefill_logits.append(np.asarray(output.logits))
+        before = done
         if on_prefill is not None:
             jax.block_until_ready(output)
-            on_prefill(seat, start + count)
-    assert output is not None
+            on_prefill(seat, done)
+
+    state, output = prefill(params, state, prompt, seat, config=config, progress=progress)
     return state, output.logits
 
 

@@ -11,6 +11,7 @@ small products waste the machine and bits across chunk sizes are not promised, r
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -221,19 +222,27 @@ def _warm(cache: CacheConfig, state: LayerState, host_pool, layer: int, chunk: _
     return state.replace(slots=pool.touch(maps, allocation.slots, priority), records=records)
 
 
-def prefill(params, state: EchoState, tokens, seat: int, *, config: DecodeConfig, progress=None):
+def prefill(
+    params: dsa.Params,
+    state: EchoState,
+    tokens: Sequence[int] | np.ndarray,
+    seat: int,
+    *,
+    config: DecodeConfig,
+    progress: Callable[[int, PrefillOutput], None] | None = None,
+) -> tuple[EchoState, PrefillOutput]:
     """Runs a whole prompt, tokens i32[N] on the host, through prefill_chunk; returns the state and the last output.
 
-    progress, if given, is called with the number of tokens done after every chunk.
+    progress, if given, is called after every chunk with the number of tokens done and the chunk's output.
     """
     if len(tokens) == 0:
         raise ValueError("the prompt has 0 tokens; give at least 1")
-    chunk, output = config.cache.chunk, None
+    chunk = config.cache.chunk
     for start in range(0, len(tokens), chunk):
         part = np.zeros((chunk,), np.int32)
         count = min(chunk, len(tokens) - start)
         part[:count] = tokens[start : start + count]
         state, output = prefill_chunk(params, state, part, np.int32(seat), np.int32(count), config=config)
         if progress is not None:
-            progress(start + count)
+            progress(start + count, output)
     return state, output
