@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from echo_jax import state as state_lib
 from echo_jax.config import CacheConfig
@@ -189,3 +190,65 @@ def partition_specs(state: EchoState, axis: str) -> EchoState:
     specs = jax.tree.map(lambda leaf: PartitionSpec(axis), state)
     host = None if state.host_pool is None else PartitionSpec(None, axis)
     return specs.replace(host_pool=host, step=PartitionSpec())
+
+
+def output_specs(axis: str) -> StepOutput:
+    """PartitionSpecs of what `step` returns beside the state: seats of all devices in order.
+
+    The counts become i32[devices * L], each device's layers in turn; what moved on one link is not added to another's.
+    """
+    layers_first = PartitionSpec(None, axis)
+    moved = Moved(*[PartitionSpec(axis)] * len(dataclasses.fields(Moved)))
+    return StepOutput(PartitionSpec(axis), layers_first, layers_first, moved)
+
+
+def stack_states(states: Sequence[EchoState], mesh: Mesh, axis: str) -> EchoState:
+    """One global state of the states of the mesh's devices, each made by `state.create(config, device)`.
+
+    Nothing is copied or moved: the global arrays are the local ones side by side, the host pools in host memory too,
+    and the local states are given up. Maps and tables keep counting inside their own device. Raises ValueError unless
+    there is one state per device of a mesh that has only this axis, in its order, all at the same step.
+    """
+    devices = list(mesh.devices.flat)
+    if mesh.axis_names != (axis,) or len(states) != len(devices):
+        raise ValueError(
+            f"{len(states)} states do not fit axis {axis!r} of a mesh of {dict(mesh.shape)}; give one state per device "
+            "of a mesh with that axis alone"
+        )
+    for number, (local, device) in enumerate(zip(states, devices, strict=True)):
+        if local.step.devices() != {device}:
+            raise ValueError(
+                f"state {number} is on {sorted(map(str, local.step.devices()))} but the mesh has {device} there; "
+                "create each state on its own device"
+            )
+    steps = [int(local.step) for local in states]
+    if len(set(steps)) > 1:
+        raise ValueError(f"the states are at steps {steps} but one clock serves all; stack states that step together")
+
+    def side_by_side(spec: PartitionSpec, *parts: jax.Array) -> jax.Array:
+        shape = list(parts[0].shape)
+        for dimension, name in enumerate(spec):
+            shape[dimension] *= 1 if name is None else len(parts)
+        sharding = NamedSharding(mesh, spec, memory_kind=parts[0].sharding.memory_kind)
+        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(parts))
+
+    specs = partition_specs(states[0], axis)
+    return jax.tree.map(side_by_side, specs, *states, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+def unstack_states(state: EchoState) -> list[EchoState]:
+    """The states that `stack_states` put side by side, in its order, again without a copy: to admit, fork or release
+    requests of one device. The global state is given up. Of several processes each gets its own devices' states."""
+    sharding = state.step.sharding
+    assert isinstance(sharding, NamedSharding)
+
+    def on(device):
+        # A shard of host memory comes out typed as device memory (jax 0.11.2); put where it is, it is typed anew.
+        def own(leaf):
+            part = next(shard.data for shard in leaf.addressable_shards if shard.device == device)
+            return jax.device_put(part, part.sharding, donate=True)
+
+        return own
+
+    devices = [device for device in sharding.mesh.devices.flat if device in sharding.addressable_devices]
+    return [jax.tree.map(on(device), state) for device in devices]
