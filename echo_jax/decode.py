@@ -197,9 +197,9 @@ def output_specs(axis: str) -> StepOutput:
 
     The counts become i32[devices * L], each device's layers in turn; what moved on one link is not added to another's.
     """
-    layers_first = PartitionSpec(None, axis)
-    moved = Moved(*[PartitionSpec(axis)] * len(dataclasses.fields(Moved)))
-    return StepOutput(PartitionSpec(axis), layers_first, layers_first, moved)
+    first: Any = PartitionSpec(axis)
+    second: Any = PartitionSpec(None, axis)
+    return StepOutput(first, second, second, Moved(*[first] * len(dataclasses.fields(Moved))))
 
 
 def stack_states(states: Sequence[EchoState], mesh: Mesh, axis: str) -> EchoState:
@@ -240,7 +240,7 @@ def unstack_states(state: EchoState) -> list[EchoState]:
     """The states that `stack_states` put side by side, in its order, again without a copy: to admit, fork or release
     requests of one device. The global state is given up. Of several processes each gets its own devices' states."""
     sharding = state.step.sharding
-    assert isinstance(sharding, NamedSharding)
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
 
     def on(device):
         # A shard of host memory comes out typed as device memory (jax 0.11.2); put where it is, it is typed anew.
