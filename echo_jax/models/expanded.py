@@ -114,12 +114,12 @@ def expanded_inputs(layer: Params, x: jax.Array, positions: jax.Array, config: D
     cosines, sines = dsa.rope_table(positions, config)
     nope, latent = config.qk_nope_head_dim, config.kv_lora_rank
 
-    q_latent = dsa.rms_norm(dsa.product("ne,eq->nq", x, weights["q_a"]), weights["q_a_norm"], config.rms_norm_eps)
+    q_latent = dsa.rms_norm(dsa.product("ne,eq->nq", x, weights["q_a"]), weights["q_a_norm"], config.latent_norm_eps)
     q = dsa.product("nq,qhd->nhd", q_latent, weights["q_b"])
     q_rotated = dsa.rotate(q[..., nope:], cosines[:, None], sines[:, None], config.rope_interleave)
 
     kv = dsa.product("ne,ed->nd", x, weights["kv_a"])
-    latents = dsa.rms_norm(kv[..., :latent], weights["kv_a_norm"], config.rms_norm_eps)
+    latents = dsa.rms_norm(kv[..., :latent], weights["kv_a_norm"], config.latent_norm_eps)
     k_nope = dsa.product("nr,rhd->nhd", latents, weights["kv_b_k"])
     k_rotated = dsa.rotate(kv[..., latent:], cosines, sines, config.rope_interleave)
     k_rotated = jnp.broadcast_to(k_rotated[:, None], (x.shape[0], config.num_heads, config.qk_rope_head_dim))
@@ -222,9 +222,7 @@ def attend(
 
 def index_scores(query: jax.Array, weights: jax.Array, key: jax.Array) -> jax.Array:
     """score(t, s) = sum_g weights[t, g] relu(query[t, g] . key[s]); f32[B, T, S], visible or not."""
-    products = jnp.einsum(
-        "btgd,bsd->bgts", query, key, preferred_element_type=jnp.float32, precision=_precision(query)
-    )
+    products = jnp.einsum("btgd,bsd->bgts", query, key, preferred_element_type=jnp.float32, precision=_precision(query))
     return (jax.nn.relu(products) * jnp.moveaxis(weights, 2, 1)[..., None]).sum(axis=1)
 
 
@@ -234,8 +232,9 @@ def selected_mask(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
     Exact, equal scores to the lower position. No sort: the k-th largest score is found bit by bit, by counting, on
     the order-keeping integer image of the floats.
     """
-    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores).astype(jnp.float32), jnp.uint32)
+    bits = lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.uint32)
     top = jnp.uint32(0x80000000)
+    bits = jnp.where(bits == top, jnp.uint32(0), bits)  # -0 equals +0; told by bits, since a subnormal is no zero
     image = jnp.where(bits >= top, ~bits, bits | top)
     image = jnp.where(visible, image, jnp.uint32(0))  # below every float, NaN with the sign bit aside
 
