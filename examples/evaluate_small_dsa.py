@@ -57,8 +57,8 @@ def evaluate(
 ) -> Iterator[dict[str, Any]]:
     """One dict per context, group and form ("dense", "sparse") on at most so many windows.
 
-    bpb, bpb_by_position; kl (in nats, of attention from index scores) and mass (share of attention inside the selected set)
-    by layer. Windows follow each other in the concatenated documents, so a window can begin inside a document.
+    bpb, bpb_by_position; by layer kl (of attention from index scores, in nats) and mass (share of attention inside the
+    selected set). Windows follow each other in the concatenated documents, so one can begin inside a document.
     """
 
     @jax.jit

@@ -33,7 +33,7 @@ import numpy as np
 import optax
 from safetensors.numpy import load_file, save_file
 
-from echo_jax.checkpoints.safetensors import save_folder
+from echo_jax.checkpoints.safetensors import load_folder, save_folder
 from echo_jax.models import dsa, expanded
 from echo_jax.models.config import DENSE, FULL, MOE, DsaConfig, RopeConfig
 
@@ -377,9 +377,20 @@ def save(folder: str, params, second, progress: dict) -> None:
 
 
 def restore(folder: str | None, config: DsaConfig):
-    """(params, second moments or None, progress): those of the folder, or a fresh start where it holds none."""
+    """(params, second moments or None, progress) of a checkpoint folder, or a fresh start where it holds none.
+
+    A Hugging Face folder gives its weights, rounded as they were when they left; the optimiser and all counters start
+    again.
+    """
     fresh = init(jax.random.key(0), config)
     root = pathlib.Path(folder) if folder else None
+    if root is not None and (root / "config.json").exists():
+        _, params = load_folder(root)
+        if jax.tree.map(jnp.shape, params) != jax.tree.map(jnp.shape, fresh):
+            raise ValueError(f"the weights in {root} have other shapes than ECHO_TINY; change one of the two")
+        print(f"starts from the weights in {root}", flush=True)
+        params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
+        return params, None, {"steps": 0, "bytes": 0, "seconds": 0.0}
     if root is None or not (root / "progress.json").exists():
         count = sum(a.size for a in jax.tree.leaves(fresh))
         print(f"fresh start: {count} parameters, {2 * count / 1e6:.2f} MB in bf16", flush=True)
@@ -415,7 +426,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train echo-tiny, one segment a run")
     parser.add_argument("--segment", choices=sorted(SEGMENTS), help="the segment to train")
     parser.add_argument("--corpus", default="out/corpus.xz", help="packed corpus of corpus.py")
-    parser.add_argument("--from", dest="from_", help="checkpoint folder to go on from")
+    parser.add_argument(
+        "--from",
+        dest="from_",
+        help="checkpoint folder to go on from, or a Hugging Face folder whose weights to start from",
+    )
     parser.add_argument("--out", default="out/train", help="checkpoint folder to write")
     parser.add_argument("--rows", default="out/train/training.jsonl", help="rows of losses, appended to")
     parser.add_argument("--machine", default="unknown", help="the machine's name in the rows")
