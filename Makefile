@@ -13,6 +13,7 @@ LIBRARY       := $(shell find ffi -type f 2>/dev/null)
 MODEL         ?= echo-tiny
 DOCUMENT      ?= examples/data/manual.txt
 TOKENS        ?= 128
+SAMPLING      ?= --temperature 0.6 --top-p 0.95 --seed 1
 # Arguments for pytest: make test TESTS='tests/test_pool.py -k tie'
 TESTS         ?=
 
@@ -29,7 +30,7 @@ setup: $(RUNTIME)  ## make .venv with the package and its C++ library (Python >=
 setup-dev: $(DEVELOPMENT)  ## setup, and the tools for tests and lint
 
 demo: $(RUNTIME)  ## continue a real document with a small trained model from an offloaded cache, and check every bit
-	$(BIN)/echo-jax generate --model $(MODEL) --prompt-file $(DOCUMENT) --max-new-tokens $(TOKENS) --check
+	$(BIN)/echo-jax generate --model $(MODEL) --prompt-file $(DOCUMENT) --max-new-tokens $(TOKENS) $(SAMPLING) --check
 
 test: lint  ## lint, then all tests (TESTS='tests/test_pool.py -k tie' for some)
 	$(BIN)/python -m pytest $(TESTS)

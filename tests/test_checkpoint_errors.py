@@ -179,5 +179,7 @@ def test_models_by_name_and_by_folder(tmp_path, monkeypatch):
 
 
 def test_packaged_models_are_loadable_folders():
+    """An editable install, with its two package roots, once hid them all."""
+    assert "echo-tiny" in checkpoints.packaged_models()
     for name, folder in checkpoints.packaged_models().items():
         assert resolve_model(name) == folder and (folder / "config.json").is_file()

@@ -32,7 +32,8 @@ __all__ = [
 
 def packaged_models() -> dict[str, Path]:
     """Name -> folder of every model that comes with the package."""
-    data = Path(str(resources.files("echo_jax"))) / "data"
+    # An editable install has two roots; only a child of them is one path.
+    data = Path(str(resources.files("echo_jax") / "data"))
     if not data.is_dir():
         return {}
     return {folder.name: folder for folder in sorted(data.iterdir()) if (folder / "config.json").is_file()}
