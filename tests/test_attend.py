@@ -14,7 +14,7 @@ LATENT, ROPE, HEADS, K = 24, 8, 3, 9
 F32 = RecordFormat("f32", LATENT, ROPE)
 U = 2.0**-24
 
-run = jax.jit(attend.attend, static_argnums=(3, 4))
+run, digest = jax.jit(attend.attend, static_argnums=(3, 4)), jax.jit(attend.digest)
 
 
 def case(seed, count=4, heads=HEADS, size=1.0):
@@ -127,7 +127,7 @@ def test_stored_formats_are_read_as_they_are_stored(name):
     query = random.normal(size=(2, HEADS, 136)).astype(np.float32)
     stored = form.encode(jnp.asarray(random.normal(size=(2, K, 136)).astype(np.float32)))
     values = np.asarray(form.decode(stored))
-    got = np.asarray(attend.attend(query, stored, jnp.ones((2, K), bool), 0.1, form))
+    got = np.asarray(run(query, stored, jnp.ones((2, K), bool), 0.1, form))
     for n in range(2):
         expected = oracle.attend_one(query[n], values[n], range(K), 0.1, 128)
         # As in `check`, with sums of magnitudes of about 136 * 0.1 * 0.64 and latents below 4.
@@ -139,7 +139,6 @@ def test_stored_formats_are_read_as_they_are_stored(name):
 
 def test_the_digest_sees_every_bit_and_every_place():
     values = np.random.default_rng(11).normal(size=(1, HEADS, LATENT)).astype(np.float32)
-    digest = jax.jit(attend.digest)
     first = int(digest(values)[0])
     assert int(digest(values.copy())[0]) == first
     seen = {first}
@@ -157,8 +156,8 @@ def test_the_digest_sees_every_bit_and_every_place():
 
 def test_the_digest_is_of_one_query_alone():
     values = np.random.default_rng(12).normal(size=(3, HEADS, LATENT)).astype(np.float32)
-    alone = [int(attend.digest(values[n : n + 1])[0]) for n in range(3)]
-    assert np.asarray(attend.digest(values)).tolist() == alone
+    alone = [int(digest(values[n : n + 1])[0]) for n in range(3)]
+    assert np.asarray(digest(values)).tolist() == alone
     assert len(set(alone)) == 3
     zeros = np.stack([np.zeros((HEADS, LATENT), np.float32), -np.zeros((HEADS, LATENT), np.float32)])
-    assert len(set(np.asarray(attend.digest(zeros)).tolist())) == 2  # it is of bits, and -0 has other bits than +0
+    assert len(set(np.asarray(digest(zeros)).tolist())) == 2  # it is of bits, and -0 has other bits than +0

@@ -46,11 +46,15 @@ CONFIG = CacheConfig(
         ({"staging": -1}, ["staging -1", "0 switches prefetch off"]),
         ({"prefetch_per_position": -0.5}, ["prefetch_per_position -0.5", "0 switches prefetch off"]),
         ({"prefetch_per_position": float("nan")}, ["prefetch_per_position nan", "0 switches prefetch off"]),
-        ({"chunk": 0}, ["chunk is 0", "multiple of 64, at least 64"]),
-        ({"chunk": 32}, ["chunk is 32", "multiple of 64, at least 64"]),
-        ({"chunk": 100}, ["chunk is 100", "multiple of 64, at least 64"]),
+        ({"chunk": 0}, ["chunk is 0 and block is 64", "at least 64 and chunk a multiple of it"]),
+        ({"chunk": 32}, ["chunk is 32 and block is 64", "at least 64 and chunk a multiple of it"]),
+        ({"chunk": 100}, ["chunk is 100 and block is 64", "at least 64 and chunk a multiple of it"]),
+        ({"block": 32}, ["chunk is 512 and block is 32", "block must be at least 64"]),
+        ({"block": 96}, ["chunk is 512 and block is 96", "chunk a multiple of it"]),
+        ({"chunk": 64, "block": 128}, ["chunk is 64 and block is 128", "chunk a multiple of it"]),
         ({"warm_windows": -1}, ["warm_windows is -1", "0..512, the chunk"]),
         ({"chunk": 64, "warm_windows": 65}, ["warm_windows is 65", "0..64, the chunk"]),
+        ({"warm_windows": 8}, ["holds 36 rows", "8 windows of 5", "may need 40", "raise device_slots or lower warm_"]),
         ({"host_memory": "cuda"}, ["host_memory 'cuda'", "use 'auto', 'ffi' or 'jnp'"]),
         # One slot short: three seats of two tokens may protect 3 * 2 * (5 + 1) rows in one step.
         (
@@ -101,7 +105,8 @@ def test_corners_that_are_allowed():
     dataclasses.replace(CONFIG, staging=0, prefetch_per_position=0.0)
     dataclasses.replace(CONFIG, top_k=1, capacity=64)
     dataclasses.replace(CONFIG, top_k=300, device_slots=36, offload=False)  # the resident run has no pool to fill
-    dataclasses.replace(CONFIG, chunk=64, warm_windows=64, threshold=Never())
+    dataclasses.replace(CONFIG, chunk=64, warm_windows=64, device_slots=320, threshold=Never())
+    dataclasses.replace(CONFIG, warm_windows=7, block=256)
     assert Ema(alpha=1.0).alpha == 1.0 and Sampling(top_p=1.0).top_p == 1.0
 
 

@@ -69,22 +69,28 @@ class Expected(NamedTuple):
 
 
 def params() -> Any:
-    """Random parameters in which norms, biases and the router's bias differ from their starting values too."""
+    """Random parameters of the library's shapes, drawn by NumPy (a draw by jax compiles for each shape); no norm is one
+    and no bias zero."""
+    shapes = jax.eval_shape(lambda key: dsa.init_params(key, MODEL), jax.random.key(0))
     random = np.random.default_rng(3)
-    drawn = jax.device_get(dsa.init_params(jax.random.key(2), MODEL))
 
-    def spread(path, leaf):
+    def draw(path, leaf):
         name = str(path[-1].key)
-        return (
-            leaf + random.normal(size=leaf.shape).astype(np.float32) * 0.2 if "norm" in name or name == "bias" else leaf
+        noise = random.normal(size=leaf.shape).astype(np.float32)
+        if "norm" in name or name == "bias":
+            return np.float32(0.2) * noise + np.float32("bias" not in name)
+        is_expert = name in ("gate", "up", "down") and len(leaf.shape) == 3
+        inputs = (
+            leaf.shape[1] if is_expert or name == "embed" else leaf.shape[0] * (leaf.shape[1] if name == "o" else 1)
         )
+        return noise * np.float32(inputs**-0.5)
 
-    return jax.tree_util.tree_map_with_path(spread, drawn)
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 @functools.cache
 def expected() -> list[Expected]:
-    """The oracle's run, and the tolerances from two runs with moved parameters."""
+    """The oracle's run, and the tolerances from a run with moved parameters."""
     exact, random = params(), np.random.default_rng(4)
 
     def move(leaf):
@@ -94,12 +100,12 @@ def expected() -> list[Expected]:
     for length in LENGTHS:
         tokens = np.random.default_rng(length).integers(0, MODEL.vocab_size, length).astype(np.int32)
         one = oracle.forward_in_full(exact, MODEL, tokens)
-        others = [oracle.forward_in_full(jax.tree.map(move, exact), MODEL, tokens) for _ in range(2)]
-        assert all(one.selected == other.selected for other in others), "only rounding may differ; choose another seed"
+        other = oracle.forward_in_full(jax.tree.map(move, exact), MODEL, tokens)
+        assert one.selected == other.selected, "only rounding may differ; choose another seed"
         sees = np.isfinite(one.index_scores)
-        moves = [np.where(sees, other.index_scores, 0) - np.where(sees, one.index_scores, 0) for other in others]
-        score_tolerance = SHARE * np.abs(moves).max(axis=(0, 3))  # of the scores of one query in one layer
-        logit_tolerance = SHARE * max(float(np.abs(other.logits - one.logits).max()) for other in others)
+        moves = np.where(sees, other.index_scores, 0) - np.where(sees, one.index_scores, 0)
+        score_tolerance = SHARE * np.abs(moves).max(axis=-1)  # of the scores of one query in one layer
+        logit_tolerance = SHARE * float(np.abs(other.logits - one.logits).max())
         is_sure = one.gap > 2 * score_tolerance  # the two scores may move towards each other
         sizes = np.abs(one.index_scores)
         is_near_zero = ((sizes > 0) & (sizes <= score_tolerance[..., None])).any(axis=-1)

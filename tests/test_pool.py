@@ -249,4 +249,4 @@ def test_the_maps_may_be_updated_in_place():
     maps = jax.tree.map(lambda x: jnp.array(x, copy=True), pool.initial(64 * 1024, 4096))
     donated = functools.partial(jax.jit, donate_argnums=0)(lambda maps, rows: pool.allocate(maps, rows)[0])
     memory = donated.lower(maps, jnp.zeros(64, jnp.int32)).compile().memory_analysis()
-    assert memory.alias_size_in_bytes == 4 * 64 * 1024 + 9 * 4096
+    assert memory is not None and memory.alias_size_in_bytes == 4 * 64 * 1024 + 9 * 4096

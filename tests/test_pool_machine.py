@@ -11,6 +11,7 @@ Named histories of faults worth remembering stand at the end; they use the same 
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -465,7 +466,8 @@ class PoolMachine(RuleBasedStateMachine):
     def nothing_was_compiled_twice(self):
         """One compilation serves every content, occupancy and length (invariant 8)."""
         configs = {*CONFIGS.values(), *HISTORY_CONFIGS.values()}
-        for operation in (step, fill, everything):
+        operations: list[Any] = [step, fill, everything]
+        for operation in operations:
             assert operation._cache_size() <= len(configs)
 
 

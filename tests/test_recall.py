@@ -289,7 +289,7 @@ def test_any_step(seed):
     lengths = random.integers(12, 62, SEATS)
     if seed % 2:
         rows[1, :12] = rows[2, :12] = rows[0, :12]
-    resident = random.choice(np.unique([*rows[:, :12].reshape(-1), *range(200, 256)]), random.integers(0, 41), False)
+    resident = random.choice(np.unique(np.r_[rows[:, :12].reshape(-1), 200:256]), random.integers(0, 41), False)
     selected = []
     for seat in range(SEATS):
         pick = [random.choice(lengths[seat] + t + 1, random.integers(0, K + 1), False) for t in range(T)]

@@ -15,7 +15,9 @@ sampled = jax.jit(sample, static_argnums=3)
 def draws(logits, sampling, count=DRAWS):
     """i32[count]: one token of each of `count` seeds, all at one position."""
     logits = np.tile(np.asarray(logits, np.float32), (count, 1))
-    return np.asarray(sampled(logits, np.arange(count, dtype=np.uint32), np.full(count, 7, np.int32), sampling))
+    seeds, positions = jnp.arange(count, dtype=jnp.uint32), jnp.full(count, 7, jnp.int32)
+    # Not jitted: every sampling would compile anew. That both give the same is tested once.
+    return np.asarray(sample(jnp.asarray(logits), seeds, positions, sampling))
 
 
 def probabilities(logits, temperature):
@@ -103,6 +105,12 @@ def test_a_draw_depends_on_its_own_seed_and_position_only(sampling):
     for seat in range(6):
         alone = sampled(logits[seat : seat + 1], seeds[seat : seat + 1], positions[seat : seat + 1], sampling)
         assert int(alone[0]) == together[seat]
+
+
+def test_jitted_or_not_the_draws_are_the_same():
+    logits = np.tile(LOGITS.astype(np.float32), (300, 1))
+    seeds, positions, sampling = np.arange(300, dtype=np.uint32), np.full(300, 7, np.int32), Sampling(0.8, 0.9)
+    np.testing.assert_array_equal(sampled(logits, seeds, positions, sampling), draws(LOGITS, sampling, 300))
 
 
 def test_seeds_and_positions_both_matter():

@@ -104,7 +104,7 @@ class Both:
             before = self.oracle.lengths.copy()
             try:
                 for seat in np.flatnonzero(lengths != before):
-                    dropped.extend(self.oracle.rollback(seat, int(lengths[seat])))
+                    dropped.extend(self.oracle.rollback(int(seat), int(lengths[seat])))
             except ValueError:
                 self.oracle.lengths[:] = before  # all seats or none
                 raise
