@@ -171,8 +171,8 @@ def made(tmp_path):
 @pytest.mark.parametrize(
     ("target", "commands"),
     [
-        ("demo", ["echo-jax generate --model echo-tiny --prompt-file", "--max-new-tokens 128 --check"]),
-        ("test", ["ruff check", "ruff format --quiet --check", "pyright", "lint-imports", "-m pytest"]),
+        ("demo", ["echo-jax generate --model echo-tiny --prompt-file", "--max-new-tokens 128 ", " --check"]),
+        ("test", ["ruff check", "ruff format --quiet --check", "pyright", "lint-imports", "-m pytest -n auto"]),
         ("claims", ["-m bench.claims"]),
         ("bench-cpu", ["-m bench.cpu"]),
         ("bazel", ["bazel --batch test"]),
