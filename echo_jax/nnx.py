@@ -30,6 +30,7 @@ together for one step and exists only while that is traced. Norms, residual stre
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -87,16 +88,16 @@ class EchoAttention(nnx.Module):
 
 
 def _draw(model: DsaConfig, kind: str, key: jax.Array) -> dsa.Params:
-    """Parameters of one layer's attention. Jitted, so that the rest of the model is never made."""
-    alone = dataclasses.replace(model, layer_kinds=(FULL,), mlp_kinds=(DENSE,))
-    parts = ("attention", "indexer") if kind == FULL else ("attention",)
+    """Parameters of one layer's attention."""
+    layer = _draw_full(dataclasses.replace(model, layer_kinds=(FULL,), mlp_kinds=(DENSE,)), key)
+    return layer if kind == FULL else {"attention": layer["attention"]}
 
-    @jax.jit
-    def draw(key):
-        layer = dsa.init_params(key, alone)["layers"][0]
-        return {part: layer[part] for part in parts}
 
-    return draw(key)
+@functools.partial(jax.jit, static_argnames="alone")
+def _draw_full(alone: DsaConfig, key: jax.Array) -> dsa.Params:
+    """Jitted, so that the rest of the model is never made, and once for all its layers."""
+    layer = dsa.init_params(key, alone)["layers"][0]
+    return {part: layer[part] for part in ("attention", "indexer")}
 
 
 class EchoWorker(nnx.Module):
