@@ -141,9 +141,7 @@ def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: Dec
 
 
 def _by_seat(inputs: dsa.AttentionInputs, shape: tuple[int, ...]) -> LayerInputs:
-    """[B * T, ...] -> [B, T, ...]. The barrier makes the cache's side see finished values: what XLA fuses into the
-    projections must not depend on whether the cache is offloaded."""
-    inputs = lax.optimization_barrier(inputs)
+    """[B * T, ...] -> [B, T, ...]."""
     return LayerInputs(*jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), inputs))
 
 

@@ -82,7 +82,7 @@ def _select_by_order(score: jax.Array, is_visible: jax.Array, ranks: jax.Array) 
         enough = jnp.sum(keys >= raised[:, None], axis=-1, dtype=jnp.int32) >= wanted
         return jnp.where(enough, raised, kth)
 
-    kth = lax.fori_loop(0, 32, try_bit, jnp.zeros(score.shape[:1], jnp.uint32))  # the wanted-th largest key
+    kth = lax.fori_loop(0, 32, try_bit, jnp.zeros_like(keys[:, 0]))  # the wanted-th largest key
     above, ties = keys > kth[:, None], is_visible & (keys == kth[:, None])
     ties_taken = wanted - jnp.sum(above, axis=-1, dtype=jnp.int32)
     is_selected = above | (ties & (jnp.cumsum(ties, axis=-1, dtype=jnp.int32) <= ties_taken[:, None]))

@@ -63,6 +63,8 @@ def echo_layer(
     On return the layer's maps and pool hold every selected row. `shared` is the output of the full layer whose selected
     set this layer reuses; without it the layer scores and selects for itself.
     """
+    # Finished values go in: what XLA fuses into projections must not depend on whether the cache is offloaded.
+    inputs = lax.optimization_barrier(inputs)
     layer = jnp.asarray(layer, jnp.int32)
     new_records = config.records.encode(inputs.record)
     staging = recall.no_staging(config, view.rows.shape[0])

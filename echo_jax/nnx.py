@@ -36,7 +36,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax import lax
 
 from echo_jax import state as state_lib
 from echo_jax.config import CacheConfig
@@ -75,7 +74,7 @@ class EchoAttention(nnx.Module):
         """x [B, T, E], the normed hidden state of the step's new tokens -> [B, T, E], to be added to the stream."""
         weights = self.weights()
         flat, positions = x.reshape(-1, x.shape[-1]), step.view.positions.reshape(-1)
-        inputs = lax.optimization_barrier(dsa.attention_inputs(weights, flat, positions, self.model))
+        inputs = dsa.attention_inputs(weights, flat, positions, self.model)
         output = step.attend(self, LayerInputs(*jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), inputs)))
         attended = output.attended.reshape(-1, *output.attended.shape[2:])
         return dsa.attention_output(weights, attended, self.model).reshape(x.shape)

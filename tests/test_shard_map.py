@@ -21,7 +21,6 @@ WORKERS, SEATS, STEPS, HALF = 4, 3, 44, 30
 SETTING = dict(
     records="bf16", keys="fp8", tokens=1, threshold="ema", cap=6, pool="barely", memory="ffi", eviction="lru", warm=0
 )
-CHECK_VMA = False  # True would refuse the loop in indexer._select_by_order, whose first value is no device's own
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +99,7 @@ def test_every_device_steps_as_if_alone(mesh, memory):
         mesh=mesh,
         in_specs=(PartitionSpec(), specs, by_seat),
         out_specs=(specs, decode.output_specs("worker")),
-        check_vma=CHECK_VMA,
+        check_vma=True,
     )
     def step(params, state, tokens):
         return decode.step(params, state, tokens, config=config)

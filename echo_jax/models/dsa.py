@@ -146,7 +146,7 @@ def moe(weights: Params, x: jax.Array, config: DsaConfig) -> jax.Array:
             return total + out * expert["share"][:, None], None
 
         stacked = {name: weights[name] for name in ("gate", "up", "down")} | {"share": share.T}
-        mixed, _ = lax.scan(one_expert, jnp.zeros(x.shape, jnp.float32), stacked)
+        mixed, _ = lax.scan(one_expert, jnp.zeros_like(x, jnp.float32), stacked)
     mixed = mixed.astype(x.dtype)
     return mixed + mlp(weights["shared"], x) if "shared" in weights else mixed
 
