@@ -257,6 +257,15 @@ def test_rollback_stops_before_a_shared_page_and_goes_to_zero_otherwise():
     both.append(2)
 
 
+def test_rollback_never_lengthens_whatever_it_is_given():
+    """The traced function trusts nobody here: a length beyond what was written would make unwritten rows visible."""
+    both = Both()
+    both.admit(0, 200)
+    both.append(10)
+    after, dropped = rollback(both.ours, np.array([11, 5, -3], np.int32))
+    assert np.asarray(after.lengths).tolist() == [10, 0, 0] and not np.any(dropped)
+
+
 REFUSED = {
     "seat_taken": (lambda both: both.admit(0, 64), "seat 0 holds a request; release it first"),
     "no_such_seat": (lambda both: tables.check_seat(both.ours, 3, False), r"seat 3 does not exist; .* seats 0\.\.2"),
