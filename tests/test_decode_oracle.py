@@ -13,6 +13,7 @@ and the lower position wins.
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +24,9 @@ from echo_jax import decode, prefill
 from echo_jax import state as state_lib
 from echo_jax.models import dsa
 from echo_jax.models.config import DsaConfig, RopeConfig
-from echo_jax.threshold import Ema
+from echo_jax.threshold import Ema, predict
 from tests.oracles import model as oracle
+from tests.oracles.threshold import EMA
 from tests.oracles.words import NO_POSITION
 
 MODEL = DsaConfig(
@@ -51,8 +53,9 @@ MODEL = DsaConfig(
     routed_scaling_factor=1.5,
     rope=RopeConfig(kind="yarn", factor=4.0, original_max_positions=64, mscale=1.0, mscale_all_dim=0.7),
 )
-LENGTHS, PROMPTS = (168, 83), (130, 51)
-"""Tokens of the two requests, and how many of them are the prompt: three chunks with the last one ragged, and one."""
+LENGTHS, PROMPTS = (168, 83), (130, 5)
+"""Tokens of the two requests, and how many of them are the prompt: three chunks with the last one ragged, and one that
+is shorter than K, so that decoding crosses it."""
 
 U = 2.0**-24
 TERMS, SHARE = 64, 256
@@ -65,6 +68,8 @@ class Expected(NamedTuple):
     logits: np.ndarray  # f64[N, V]
     selected: list[list[list[int]]]  # [L][N]
     is_sure: np.ndarray  # bool[L, N]  the k-th gap is above what rounding can do to two of the query's scores
+    kth_score: np.ndarray  # f64[L, N]
+    score_tolerance: np.ndarray  # f64[L, N]
     logit_tolerance: float
 
 
@@ -110,7 +115,9 @@ def expected() -> list[Expected]:
         sizes = np.abs(one.index_scores)
         is_near_zero = ((sizes > 0) & (sizes <= score_tolerance[..., None])).any(axis=-1)
         is_sure |= (one.gap == 0) & (one.kth_score == 0) & ~is_near_zero
-        answers.append(Expected(tokens, one.logits, one.selected, is_sure, logit_tolerance))
+        answers.append(
+            Expected(tokens, one.logits, one.selected, is_sure, one.kth_score, score_tolerance, logit_tolerance)
+        )
     return answers
 
 
@@ -141,9 +148,34 @@ def check(answer: Expected, position: int, selected, logits, failures: list[str]
         failures.append(f"position {position}: logits differ by {distance}, tolerance {answer.logit_tolerance}")
 
 
+class Predictor:
+    """The averages that each full layer should have of each request's k-th scores; a chunk shows its last one."""
+
+    def __init__(self, answers):
+        self.answers = answers
+        self.layers = [layer for layer, kind in enumerate(MODEL.layer_kinds) if kind == "full"]
+        self.averages = {(layer, seat): EMA() for layer in self.layers for seat in range(len(answers))}
+
+    def observe(self, seat, position):
+        for layer in self.layers:
+            kth = float(self.answers[seat].kth_score[layer, position])
+            self.averages[layer, seat].observe(kth, position + 1, MODEL.index_topk)
+
+    def check(self, state, seats, failures):
+        """An average is off by no more than the scores in it."""
+        for layer, seat in itertools.product(self.layers, seats):
+            tolerance, value = (
+                float(self.answers[seat].score_tolerance[layer].max()),
+                float(self.averages[layer, seat].value()),
+            )
+            got = float(predict(CACHE.threshold, state.layers[layer].threshold, CACHE.seats)[seat])
+            if not (got == value or abs(got - value) <= tolerance):
+                failures.append(f"layer {layer} seat {seat}: threshold {got}, not {value} +- {tolerance}")
+
+
 def prefilled(weights, answers, failures):
-    """Both requests prefilled in chunks, every prompt position checked."""
-    state = state_lib.create(CACHE)
+    """Both requests prefilled in chunks, every prompt position checked; the state, and what its thresholds learned."""
+    state, predictor = state_lib.create(CACHE), Predictor(answers)
     for seat, (answer, prompt) in enumerate(zip(answers, PROMPTS, strict=True)):
         state = state_lib.admit(CACHE, state, seat, len(answer.tokens))
         for start in range(0, prompt, CACHE.chunk):
@@ -156,10 +188,12 @@ def prefilled(weights, answers, failures):
             logits, selected = np.asarray(output.logits), np.asarray(output.selected)
             for place in range(count):
                 check(answer, start + place, selected[:, place], logits[place], failures)
-    return state
+            predictor.observe(seat, start + count - 1)
+    predictor.check(state, range(len(answers)), failures)
+    return state, predictor
 
 
-def decoded(weights, state, answers, failures, count, rejected):
+def decoded(weights, state, predictor, answers, failures, count, rejected):
     """Feeds the rest of both requests, T tokens a step; the last `rejected(step)` of them are wrong and taken back."""
     lengths, evicted, useful, number = np.array(PROMPTS), 0, 0, 0
     while (lengths < LENGTHS).any():
@@ -176,6 +210,9 @@ def decoded(weights, state, answers, failures, count, rejected):
         for seat, answer in enumerate(answers):
             for t in range(right[seat]):
                 check(answer, int(lengths[seat]) + t, selected[:, seat, t], logits[seat, t], failures)
+                predictor.observe(seat, int(lengths[seat]) + t)
+        if count == 1:  # where tokens are rejected the averages have seen more
+            predictor.check(state, np.flatnonzero(right), failures)
         evicted += int(np.sum(output.moved.evicted))
         useful += int(np.sum(output.moved.useful))
         lengths = lengths + right
@@ -189,9 +226,9 @@ def decoded(weights, state, answers, failures, count, rejected):
 def test_prefill_and_decode_give_the_oracles_lists_and_logits(count):
     """With T = 4 every other step verifies two right tokens and two wrong ones, which are rolled back."""
     weights, answers, failures = params(), expected(), []
-    state = prefilled(weights, answers, failures)
+    state, predictor = prefilled(weights, answers, failures)
     rejected = (lambda number: 0) if count == 1 else (lambda number: 2 * (number % 2))
-    state, evicted, useful = decoded(weights, state, answers, failures, count, rejected)
+    state, evicted, useful = decoded(weights, state, predictor, answers, failures, count, rejected)
     assert not failures, "\n".join(failures[:5]) + f"\n{len(failures)} in all"
     assert np.asarray(state.tables.lengths).tolist() == list(LENGTHS)
     # The pool was under pressure, and prefetch did something: without either the comparison would say less.
