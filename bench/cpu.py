@@ -81,7 +81,7 @@ def device_bytes() -> None:
     harness.record(
         "A.device_bytes",
         value=worst,
-        unit="bytes",
+        unit="B",
         method="sum of the state's leaves less L [N_G (record + 9) + N_H (key + 4)], worst of three format pairs",
         shapes={"seats": 2, "context": 8192},
     )
@@ -105,7 +105,7 @@ def check_differences() -> None:
     harness.record(
         "A.check_differences",
         value=total,
-        unit="differences",
+        unit="",
         method=f"lists, logits rows and digests of every step and prefill chunk against the resident run: {compared}",
         shapes={"prompts": [4096, 1000], "new tokens": 128, "formats": ["bf16/f32", "fp8/fp8"]},
     )

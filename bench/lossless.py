@@ -102,7 +102,7 @@ def main() -> None:
     harness.record(
         None,
         value=different,
-        unit="differences",
+        unit="",
         name="lossless grid",
         method="every setting's history against the resident run, bit for bit; invariants checked at its end",
         shapes={"settings": settings, "words compared": words},
