@@ -16,7 +16,7 @@ TOKENS        ?= 128
 SAMPLING      ?= --temperature 0.6 --top-p 0.95 --seed 1
 # Arguments for pytest: make test TESTS='tests/test_pool.py -k tie'
 TESTS         ?=
-# Test processes; compiling is most of the time, and one compilation keeps one core busy
+# Test processes, a file in each: compiling is most of the time, keeps one core busy, and serves the tests of its file
 WORKERS       ?= auto
 
 .DEFAULT_GOAL := help
@@ -35,7 +35,7 @@ demo: $(RUNTIME)  ## continue a real document with a small trained model from an
 	$(BIN)/echo-jax generate --model $(MODEL) --prompt-file $(DOCUMENT) --max-new-tokens $(TOKENS) $(SAMPLING) --check
 
 test: lint  ## lint, then all tests (TESTS='tests/test_pool.py -k tie' for some)
-	$(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 lint: $(DEVELOPMENT)  ## ruff, pyright and the import contracts
 	$(BIN)/ruff check --quiet .

@@ -136,7 +136,7 @@ def cache(setting: dict, *, offload: bool, model: DsaConfig = MODEL, seats: int 
 @functools.cache
 def parameters(model: DsaConfig = MODEL, scores: str = "plain") -> dsa.Params:
     """Random parameters. scores: "plain", "tied" (every index score equal) or "odd" (infinities and NaN among them)."""
-    params = dsa.init_params(jax.random.key(3), model)
+    params = jax.jit(dsa.init_params, static_argnums=1)(jax.random.key(3), model)  # one compilation, not one a shape
     for number, layer in enumerate(params["layers"]):
         indexer = layer.get("indexer")
         if indexer is None:
