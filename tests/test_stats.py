@@ -47,7 +47,8 @@ def test_totals_by_layer_and_over_all():
     for events in history[:4]:
         totals.add(moved_of(events))
     several = [moved_of(events) for events in history[4:]]
-    totals.add(Moved(*(np.stack(values) for values in zip(*map(dataclasses.astuple, several), strict=True))))
+    rows = [dataclasses.astuple(moved) for moved in several]
+    totals.add(Moved(*(np.stack(values) for values in zip(*rows, strict=True))))
     assert totals.steps == 10
     for layer, row in enumerate(totals.by_layer()):
         assert row["layer"] == layer
