@@ -194,8 +194,13 @@ def test_end_token_ends_a_request_unless_ignored(echo_jax, arguments, broken_fol
 def test_ctrl_c_in_a_process_of_its_own(model_folder, prompt_file, tmp_path, environment):
     """The config row is printed at once; whatever the process does after it, it ends cleanly and keeps its rows."""
     kept = tmp_path / "rows.jsonl"
-    command_line = [sys.executable, "-m", "echo_jax.cli.main", "generate", "--model", str(model_folder)]
-    command_line += ["--prompt-file", str(prompt_file), "--max-new-tokens", "800", "--json", "--output", str(kept)]
+    # Where the tests run in the background, a shell has made their children deaf to the interrupt.
+    hearing = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command_line = [sys.executable, "-c", hearing, sys.executable, "-m", "echo_jax.cli.main", "generate"]
+    command_line += ["--model", str(model_folder), "--prompt-file", str(prompt_file), "--max-new-tokens", "800"]
+    command_line += ["--json", "--output", str(kept)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command_line, env=environment, **pipes) as process:
         assert process.stdout is not None
