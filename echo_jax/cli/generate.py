@@ -99,7 +99,9 @@ def execute(options: GenerateOptions) -> int:
         rows = output.Rows(options.json, options.output)
     with rows:
         with refusing_wrong_input():
-            tokenizer = load_tokenizer(find_model(options.model))
+            folder = find_model(options.model)
+            shape_of(options.model)  # any other folder is told that it is no model, not that its tokenizer is missing
+            tokenizer = load_tokenizer(folder)
             job = _prepare(options, read_prompts(options.prompt_file, tokenizer))
         printer = Printer(job.prompts, tokenizer, options.max_new_tokens, job.stop_tokens, is_silent=options.json)
         try:

@@ -132,6 +132,10 @@ EMBEDDING = "model.embed_tokens.weight"
     ("change", "parts"),
     [
         (lambda folder: (folder / "config.json").unlink(), ("no config.json", "model.safetensors")),
+        (
+            lambda folder: [(folder / name).unlink() for name in ("config.json", "tokenizer_config.json")],
+            ("no config.json",),
+        ),
         (lambda folder: (folder / "config.json").write_text("{"), ("config.json", "not JSON")),
         (lambda folder: (folder / "model.safetensors").unlink(), ("model.safetensors", "fetch")),
         (lambda folder: (folder / "tokenizer_config.json").unlink(), ("no tokenizer.json", "ByteTokenizer")),
