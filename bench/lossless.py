@@ -1,6 +1,6 @@
 """The grid of settings of tests/test_lossless.py, by hand; CI runs a pairwise choice of it.
 
-    python -m bench.lossless [--share N/M]
+    python -m bench.lossless [FIRST:LAST]      (a part of the points; all by default)
 
 Formats x T x caps x pools x thresholds. Host memory, eviction and warming take turns over the points. Every point is a
 history of requests, offloaded, against the resident run: lists, digests and logits bit for bit. One row is recorded:
@@ -79,10 +79,9 @@ def points() -> list[dict]:
 
 
 def main() -> None:
-    part, parts = 1, 1
-    if "--share" in sys.argv:
-        part, parts = map(int, sys.argv[sys.argv.index("--share") + 1].split("/"))
-    mine = points()[part - 1 :: parts]
+    every = points()
+    first, last = map(int, sys.argv[1].split(":")) if sys.argv[1:] else (0, len(every))
+    mine = every[first:last]
     settings, words, different, started = 0, 0, 0, time.perf_counter()
     for number, point in enumerate(mine):
         reference = scenarios.resident(point["records"], point["keys"], point["tokens"], "plain", MODEL)
@@ -105,9 +104,9 @@ def main() -> None:
         unit="",
         name="lossless grid",
         method="every setting's history against the resident run, bit for bit; invariants checked at its end",
-        shapes={"settings": settings, "words compared": words},
+        shapes={"settings": settings, "points": f"{first}:{last} of {len(every)}", "words compared": words},
         file="lossless.jsonl",
-        notes=f"{time.perf_counter() - started:.0f} s" + (f"; share {part} of {parts}" if parts > 1 else ""),
+        notes=f"{time.perf_counter() - started:.0f} s; {len(KINDS)} thresholds a point",
     )
 
 
