@@ -117,8 +117,7 @@ def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: Dec
 
     layers, outputs = list(state.layers), []
     for index, weights in enumerate(params["layers"]):
-        x = dsa.rms_norm(hidden, weights["input_norm"], model.rms_norm_eps)
-        inputs = _by_seat(dsa.attention_inputs(weights, x, positions, model), tokens.shape)
+        inputs = _by_seat(dsa.project(weights, hidden, positions, model), tokens.shape)
         layers[index], output = echo_layer(
             cache,
             layers[index],
@@ -130,9 +129,7 @@ def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: Dec
             shared=outputs[-1] if model.layer_kinds[index] == SHARED else None,
         )
         attended = output.attended.reshape(positions.shape[0], *output.attended.shape[2:])
-        hidden = hidden + dsa.attention_output(weights, attended, model)
-        x = dsa.rms_norm(hidden, weights["post_norm"], model.rms_norm_eps)
-        hidden = lax.optimization_barrier(hidden + dsa.feed_forward(weights, x, model, model.mlp_kinds[index]))
+        hidden = dsa.finish(weights, hidden, attended, model, model.mlp_kinds[index])
         outputs.append(output)
 
     state = state_lib.finish_step(cache, state, layers, [output.new_records for output in outputs], view)

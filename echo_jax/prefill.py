@@ -93,15 +93,12 @@ def prefill_chunk(
 
 def _project(model: DsaConfig, weights: dsa.Params, block) -> dsa.AttentionInputs:
     hidden, positions = block
-    x = dsa.rms_norm(hidden, weights["input_norm"], model.rms_norm_eps)
-    return lax.optimization_barrier(dsa.attention_inputs(weights, x, positions, model))
+    return lax.optimization_barrier(dsa.project(weights, hidden, positions, model))
 
 
 def _finish(model: DsaConfig, weights: dsa.Params, mlp_kind: str, block) -> jax.Array:
     hidden, attended = block
-    hidden = hidden + dsa.attention_output(weights, attended, model)
-    x = dsa.rms_norm(hidden, weights["post_norm"], model.rms_norm_eps)
-    return lax.optimization_barrier(hidden + dsa.feed_forward(weights, x, model, mlp_kind))
+    return dsa.finish(weights, hidden, attended, model, mlp_kind)
 
 
 class _Pick(NamedTuple):

@@ -44,6 +44,22 @@ def embed(params: Params, tokens: jax.Array, config: DsaConfig) -> jax.Array:
     return params["embed"].at[tokens].get(mode="clip").astype(config.dtype)
 
 
+def project(layer: Params, hidden: jax.Array, positions: jax.Array, config: DsaConfig) -> AttentionInputs:
+    """A layer up to its attention: hidden [N, E], positions i32[N]."""
+    x = rms_norm(hidden, layer["input_norm"], config.rms_norm_eps)
+    return attention_inputs(layer, x, positions, config)
+
+
+def finish(layer: Params, hidden: jax.Array, attended: jax.Array, config: DsaConfig, mlp_kind: str) -> jax.Array:
+    """A layer from its attention on: attended f32[N, H, R] joins hidden [N, E], then the feed-forward block does.
+
+    The barrier ends the layer: what XLA fuses across it would depend on what the next one does with its cache.
+    """
+    hidden = hidden + attention_output(layer, attended, config)
+    x = rms_norm(hidden, layer["post_norm"], config.rms_norm_eps)
+    return lax.optimization_barrier(hidden + feed_forward(layer, x, config, mlp_kind))
+
+
 def attention_inputs(layer: Params, x: jax.Array, positions: jax.Array, config: DsaConfig) -> AttentionInputs:
     """Projections of one layer. x [N, E] is the normed hidden state, positions i32[N]."""
     weights = layer["attention"]
