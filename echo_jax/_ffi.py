@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from echo_jax import _compat
 
@@ -34,7 +36,11 @@ _TARGETS = {
     "echo_read_rows": "EchoReadRows",
     "echo_write_back": "EchoWriteBack",
     "echo_copy_rows": "EchoCopyRows",
+    "echo_top_k": "EchoTopK",
 }
+
+# kMaxTopK in top_k.cu: what a GPU selects by echo_top_k lies in shared memory.
+GPU_MAX_TOP_K = 4096
 
 
 # ---- is it there? ----------------------------------------------------------------------------------------
@@ -163,9 +169,23 @@ def copy_rows(host_pool: jax.Array, source: jax.Array, target: jax.Array) -> jax
     return _call("echo_copy_rows", jax.typeof(host_pool), (host_pool, source, target), aliases={0: 0})
 
 
-def _call(target: str, result: Any, operands: tuple[jax.Array, ...], aliases: Mapping[int, int] | None = None):
+def top_k(score: jax.Array, visible: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """echo_top_k: positions i32[N, k] and kth_score f32[N] of score f32|bf16[N, P] below visible i32[N]."""
+    rows = score.shape[0]
+    results = (jax.ShapeDtypeStruct((rows, k), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32))
+    positions, kth_score = _call("echo_top_k", results, (score, visible), k=np.int64(k))
+    return positions, kth_score
+
+
+def _call(
+    target: str,
+    result: Any,
+    operands: tuple[jax.Array, ...],
+    aliases: Mapping[int, int] | None = None,
+    **attributes: np.generic,
+):
     # An aliased result has the type of its operand, memory space included: the pool stays on the host.
     call = jax.ffi.ffi_call(
         target, result, vmap_method="sequential", input_output_aliases=dict(aliases) if aliases else None
     )
-    return _compat.varying_like(call(*operands), operands)
+    return jax.tree.map(lambda array: _compat.varying_like(array, operands), call(*operands, **attributes))

@@ -32,6 +32,7 @@ class CacheConfig:
     prefetch_per_position: float = NO_CAP  # c: a seat's cap is min(S, floor(c * context))
     offload: bool = True  # False: the resident run, everything on the device
     host_memory: str = "auto"  # "ffi", "jnp", or the best there is
+    top_k_implementation: str = "auto"  # the same for the selection
     chunk: int = 512  # prompt tokens of one prefill call
     block: int = 64  # of which so many are projected, scored and attended together; results depend on it, not on chunk
     warm_windows: int = 0  # queries at a prompt's end whose selected rows are recalled before decoding starts
@@ -68,8 +69,9 @@ class CacheConfig:
             )
         if not 0 <= self.warm_windows <= self.chunk:
             raise ValueError(f"warm_windows is {self.warm_windows} but must lie in 0..{self.chunk}, the chunk")
-        if self.host_memory not in ("auto", "ffi", "jnp"):
-            raise ValueError(f"host_memory {self.host_memory!r} is unknown; use 'auto', 'ffi' or 'jnp'")
+        for name in ("host_memory", "top_k_implementation"):
+            if getattr(self, name) not in ("auto", "ffi", "jnp"):
+                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; use 'auto', 'ffi' or 'jnp'")
 
     def _check_pool(self):
         needed = self.seats * self.tokens_per_step * (self.top_k + 1)

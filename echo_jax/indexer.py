@@ -1,8 +1,8 @@
 """The lightning indexer over resident keys: scores, exact selection, and who is worth copying ahead.
 
-Maths on arrays. Scores are what the stored keys give; the order of scores is total, so selection has one answer:
--0 equals +0, equal scores go to the lower position, a visible NaN ranks below a visible -inf, and what a query cannot
-see is excluded by length, never by value.
+Maths on arrays, and the choice between two forms of the selection. Scores are what the stored keys give; the order of
+scores is total, so selection has one answer: -0 equals +0, equal scores go to the lower position, a visible NaN ranks
+below a visible -inf, and what a query cannot see is excluded by length, never by value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from echo_jax import _ffi
 from echo_jax.types import NO_POSITION
+
+IMPLEMENTATIONS = ("auto", "ffi", "jnp")
+"""Who selects: the best there is, the shared library, or jnp."""
 
 MINUS_ZERO = np.uint32(0x80000000)
 """The bits of -0."""
@@ -45,14 +49,42 @@ def mask_invisible(score: jax.Array, visible: jax.Array) -> jax.Array:
     return jnp.where(positions[None] < visible[:, None], score, -jnp.inf)
 
 
-def select(score: jax.Array, visible: jax.Array, top_k: int) -> Selection:
-    """The top_k best of the first visible i32[N] positions of score f32[N, P]; all of them where fewer are visible.
+def select(score: jax.Array, visible: jax.Array, top_k: int, implementation: str = "auto") -> Selection:
+    """The top_k best of the first visible positions of each row; all of them where fewer are visible.
 
-    Two ways to the same list: plain scores (zeros and normal numbers) go through `lax.top_k`, whose ties fall to the
+    score f32|bf16[N, P], visible i32[N] -> positions i32[N, min(top_k, P)]. -0 is a kth_score of +0, and every NaN the
+    same NaN; a visible length outside 0..P means the nearer end. "jnp" and "ffi" (echo_top_k of the library) agree
+    bit for bit; "auto" takes the library where it serves the default backend. RuntimeError where "ffi" cannot.
+    """
+    if score.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"score is {score.dtype} but must be float32 or bfloat16; convert it")
+    if top_k < 1:
+        raise ValueError(f"top_k is {top_k} but must be at least 1")
+    top_k = min(top_k, score.shape[-1])
+    if uses_library(top_k, implementation):
+        return Selection(*_ffi.top_k(score, visible, top_k))
+    return _select_with_jnp(_as_float32(score), visible, top_k)
+
+
+def uses_library(top_k: int, implementation: str = "auto") -> bool:
+    """Whether `select` of so many takes the library; RuntimeError where it is asked for by name and cannot serve."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation is {implementation!r} but must be one of {', '.join(IMPLEMENTATIONS)}")
+    if implementation == "jnp":
+        return False
+    reason = _ffi.why_unavailable()
+    if reason is None and top_k > _ffi.GPU_MAX_TOP_K and jax.default_backend() != "cpu":
+        reason = f"top_k is {top_k} but a GPU selects at most {_ffi.GPU_MAX_TOP_K} by it; use 'jnp'"
+    if reason is not None and implementation == "ffi":
+        raise RuntimeError(f"top-k implementation 'ffi' is not available: {reason}")
+    return reason is None
+
+
+def _select_with_jnp(score: jax.Array, visible: jax.Array, top_k: int) -> Selection:
+    """Two ways to the same list: plain scores (zeros and normal numbers) go through `lax.top_k`, whose ties fall to the
     lower index; anything else, subnormal numbers included, which XLA takes for zeros on some backends, through a search
     over the total order's integer keys.
     """
-    top_k = min(top_k, score.shape[-1])
     positions = jnp.arange(score.shape[-1], dtype=jnp.int32)
     is_visible = positions[None] < visible[:, None]
     is_odd = jnp.any(is_visible & ~_is_plain(score))
@@ -94,7 +126,7 @@ def _select_by_order(score: jax.Array, is_visible: jax.Array, ranks: jax.Array) 
     positions = jnp.where(ranks[None] < wanted[:, None], found, NO_POSITION)
     lowest = jnp.argmin(jnp.where(is_selected, keys, ~jnp.uint32(0)), axis=-1)
     kth_score = jnp.take_along_axis(_one_zero(score), lowest[:, None], axis=-1)[:, 0]
-    return Selection(positions, jnp.where(wanted > 0, kth_score, jnp.nan))
+    return Selection(positions, jnp.where((wanted > 0) & ~jnp.isnan(kth_score), kth_score, jnp.nan))
 
 
 def order_keys(score: jax.Array, is_visible: jax.Array) -> jax.Array:
@@ -110,6 +142,14 @@ def _is_plain(score: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(score, jnp.uint32)
     exponent = (bits >> 23) & 0xFF
     return ((exponent > 0) & (exponent < 0xFF)) | (bits == 0) | (bits == MINUS_ZERO)
+
+
+def _as_float32(score: jax.Array) -> jax.Array:
+    """The same numbers in float32, by their bits: a conversion may take subnormal numbers for zeros."""
+    if score.dtype == jnp.float32:
+        return score
+    bits = lax.bitcast_convert_type(score, jnp.uint16).astype(jnp.uint32) << 16
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _one_zero(score: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ host pool is only read here; `state.finish_step` writes it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from echo_jax.stats import Moved
 from echo_jax.types import NO_POSITION, PAGE, LayerState
 
 Selector = Callable[[jax.Array, jax.Array, int], Selection]
-"""(score f32[N, P], visible i32[N], K) -> Selection. The default is the exact top-k."""
+"""(score f32[N, P], visible i32[N], K) -> Selection."""
 
 
 class LayerInputs(NamedTuple):
@@ -56,12 +57,12 @@ def echo_layer(
     *,
     scale: float,
     shared: LayerOutput | None = None,
-    selector: Selector = indexer.select,
+    selector: Selector | None = None,
 ) -> tuple[LayerState, LayerOutput]:
     """Attention of one layer over a cache whose records live on the host.
 
     On return the layer's maps and pool hold every selected row. `shared` is the output of the full layer whose selected
-    set this layer reuses; without it the layer scores and selects for itself.
+    set this layer reuses; without it the layer scores and selects for itself, by `selector` or else the exact top-k.
     """
     # Finished values go in: what XLA fuses into projections must not depend on whether the cache is offloaded.
     inputs = lax.optimization_barrier(inputs)
@@ -120,8 +121,10 @@ def page_numbers(rows: jax.Array) -> jax.Array:
     return rows[:, ::PAGE] // PAGE
 
 
-def select(config: CacheConfig, view: StepView, score: jax.Array, selector: Selector) -> Selection:
-    """The selector's choice for every query, i32[B, T, K]."""
+def select(config: CacheConfig, view: StepView, score: jax.Array, selector: Selector | None) -> Selection:
+    """The selector's choice for every query, i32[B, T, K]; the exact top-k without one."""
+    if selector is None:
+        selector = functools.partial(indexer.select, implementation=config.top_k_implementation)
     flat = selector(score.reshape(-1, score.shape[-1]), view.visible.reshape(-1), config.top_k)
     positions = flat.positions.reshape(*score.shape[:2], -1)
     missing = config.top_k - positions.shape[-1]  # a context shorter than K lists fewer

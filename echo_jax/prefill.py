@@ -157,7 +157,9 @@ def _pick(cache: CacheConfig, state: LayerState, view: StepView, inputs) -> _Pic
     def one_block(block):
         query, weights, visible = block
         score = indexer.mask_invisible(indexer.scores(query, weights, keys), visible)
-        selection = indexer.select(lax.optimization_barrier(score), visible, cache.top_k)
+        selection = indexer.select(
+            lax.optimization_barrier(score), visible, cache.top_k, cache.top_k_implementation
+        )
         scores = jnp.take_along_axis(score, jnp.maximum(selection.positions, 0), axis=-1)
         return selection.positions, selection.kth_score, scores
 

@@ -24,7 +24,17 @@ from echo_jax.types import PAGE, EchoState
 
 HOST_POOL = "host_pool"
 
-FREE_FIELDS = frozenset({"tokens_per_step", "staging", "prefetch_per_position", "host_memory", "chunk", "warm_windows"})
+FREE_FIELDS = frozenset(
+    {
+        "tokens_per_step",
+        "staging",
+        "prefetch_per_position",
+        "host_memory",
+        "top_k_implementation",
+        "chunk",
+        "warm_windows",
+    }
+)
 """What a cache may be restored with anew: these decide how rows move and arrive, not what the saved arrays mean."""
 
 
