@@ -1,0 +1,223 @@
+// The targets of targets.h that move rows, on a GPU: each is a list of jobs for the one kernel of rows_kernel.cuh.
+//
+// Host memory is read and written where it lies, through the address the GPU shares with the host. Numbers in lists, the
+// layer and the count are on the device and judged there: an entry outside its pool is skipped (read_rows: zeros), a layer
+// outside the pool leaves nothing to do.
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+
+#include "echo_ffi/launch.cuh"
+#include "echo_ffi/rows.h"
+#include "echo_ffi/targets.h"
+#include "rows_kernel.cuh"
+
+namespace echo_ffi {
+namespace {
+
+// `count` records, one after the other.
+struct DeviceRecords {
+  std::byte* data;
+  int64_t count;
+  int64_t bytes;
+
+  explicit DeviceRecords(const Records& records)
+      : data(records.data), count(records.count), bytes(records.record_bytes) {}
+
+  __device__ bool Has(int64_t index) const { return index >= 0 && index < count; }
+  __device__ std::byte* At(int64_t index) const { return data + index * bytes; }
+};
+
+struct DevicePool {
+  std::byte* data;
+  int64_t layers;
+  int64_t rows;
+  int64_t bytes;
+
+  explicit DevicePool(const Pool& pool)
+      : data(pool.records.data), layers(pool.layers), rows(pool.rows), bytes(pool.records.record_bytes) {}
+
+  __device__ bool HasLayer(int64_t layer) const { return layer >= 0 && layer < layers; }
+  __device__ bool HasRow(int64_t row) const { return row >= 0 && row < rows; }
+  __device__ std::byte* At(int64_t layer, int64_t row) const { return data + (layer * rows + row) * bytes; }
+};
+
+struct RecallJobs {
+  using Memory = ReadOnly;
+  DeviceRecords records, fresh, staged;
+  DevicePool pool;
+  const int32_t *layer, *count, *host_rows, *slots, *source;
+  int64_t length;
+
+  __device__ int64_t Limit() const {
+    return pool.HasLayer(*layer) ? min(static_cast<int64_t>(*count), length) : 0;
+  }
+
+  __device__ Move At(int64_t job) const {
+    const int64_t row = host_rows[job], slot = slots[job], from = source[job], of_layer = *layer;
+    if (!pool.HasRow(row) || !records.Has(slot)) return {};
+    if (from == kSourceHost) {
+      return pool.HasLayer(of_layer) ? Move{pool.At(of_layer, row), records.At(slot)} : Move{};
+    }
+    if (fresh.Has(from)) return {fresh.At(from), records.At(slot)};
+    if (staged.Has(from - fresh.count)) return {staged.At(from - fresh.count), records.At(slot)};
+    return {};
+  }
+};
+
+struct ReadRowsJobs {
+  using Memory = ReadOnly;
+  DeviceRecords out;
+  DevicePool pool;
+  const int32_t *layer, *rows;
+  int64_t length;
+
+  __device__ int64_t Limit() const { return length; }
+
+  __device__ Move At(int64_t job) const {
+    const int64_t row = rows[job], of_layer = *layer;
+    const bool is_there = pool.HasRow(row) && pool.HasLayer(of_layer);
+    return {is_there ? pool.At(of_layer, row) : nullptr, out.At(job)};
+  }
+};
+
+// A job for each layer and entry, layer after layer: entries that are neighbours in a layer travel together.
+struct WriteBackJobs {
+  using Memory = ReadOnly;
+  DeviceRecords records;
+  DevicePool pool;
+  const int32_t* rows;
+  int64_t entries;
+  int64_t length;
+
+  __device__ int64_t Limit() const { return length; }
+
+  __device__ Move At(int64_t job) const {
+    const int64_t layer = job / entries, row = rows[job % entries];
+    return pool.HasRow(row) ? Move{records.At(job), pool.At(layer, row)} : Move{};
+  }
+};
+
+struct CopyRowsJobs {
+  using Memory = ReadWrite;
+  DevicePool pool;
+  const int32_t *source, *target;
+  int64_t entries;
+  int64_t length;
+
+  __device__ int64_t Limit() const { return length; }
+
+  __device__ Move At(int64_t job) const {
+    const int64_t layer = job / entries, from = source[job % entries], to = target[job % entries];
+    if (!pool.HasRow(from) || !pool.HasRow(to) || from == to) return {};
+    return {pool.At(layer, from), pool.At(layer, to)};
+  }
+};
+
+// Records that are a multiple of 16 bytes long lie on multiples of 16 if the first one does.
+bool IsAligned(std::initializer_list<const void*> buffers) {
+  for (const void* buffer : buffers) {
+    if (reinterpret_cast<uintptr_t>(buffer) % 16 != 0) return false;
+  }
+  return true;
+}
+
+template <typename Jobs>
+ffi::Error Run(const char* target, const Jobs& jobs, int64_t record_bytes, bool is_aligned, cudaStream_t stream) {
+  // An empty list is launched too: a command buffer wants something to record, and such a kernel ends at once.
+  LaunchMove(jobs, record_bytes, is_aligned, Blocks(jobs.length, record_bytes), stream);
+  return Launched(target);
+}
+
+ffi::Error Recall(cudaStream_t stream, ffi::AnyBuffer records, ffi::AnyBuffer pool, Numbers layer, Numbers count,
+                  Numbers host_rows, Numbers slots, Numbers source, ffi::AnyBuffer fresh, ffi::AnyBuffer staged,
+                  ffi::Result<ffi::AnyBuffer> result) {
+  constexpr const char* kTarget = "echo_recall";
+  RecallViews views;
+  ECHO_RETURN_IF_ERROR(ViewRecall(kTarget, records, pool, layer, count, host_rows, slots, source, fresh, staged, result,
+                                  &views));
+  const RecallJobs jobs{DeviceRecords(views.records), DeviceRecords(views.fresh),  DeviceRecords(views.staged),
+                        DevicePool(views.pool),       layer.typed_data(),          count.typed_data(),
+                        views.host_rows,              views.slots,                 views.source,
+                        views.length};
+  const bool is_aligned =
+      IsAligned({views.records.data, views.fresh.data, views.staged.data, views.pool.records.data});
+  return Run(kTarget, jobs, views.records.record_bytes, is_aligned, stream);
+}
+
+ffi::Error ReadRows(cudaStream_t stream, ffi::AnyBuffer pool_buffer, Numbers layer, Numbers rows,
+                    ffi::Result<ffi::AnyBuffer> result) {
+  constexpr const char* kTarget = "echo_read_rows";
+  Pool pool;
+  Records out;
+  ECHO_RETURN_IF_ERROR(ViewReadRows(kTarget, pool_buffer, layer, rows, result, &pool, &out));
+  const ReadRowsJobs jobs{DeviceRecords(out), DevicePool(pool), layer.typed_data(), rows.typed_data(), out.count};
+  return Run(kTarget, jobs, out.record_bytes, IsAligned({out.data, pool.records.data}), stream);
+}
+
+ffi::Error WriteBack(cudaStream_t stream, ffi::AnyBuffer pool_buffer, ffi::AnyBuffer records_buffer, Numbers rows,
+                     ffi::Result<ffi::AnyBuffer> result) {
+  constexpr const char* kTarget = "echo_write_back";
+  Pool pool;
+  Records records;
+  ECHO_RETURN_IF_ERROR(ViewWriteBack(kTarget, pool_buffer, records_buffer, rows, result, &pool, &records));
+  const int64_t entries = rows.element_count();
+  const WriteBackJobs jobs{DeviceRecords(records), DevicePool(pool), rows.typed_data(), entries, pool.layers * entries};
+  return Run(kTarget, jobs, records.record_bytes, IsAligned({records.data, pool.records.data}), stream);
+}
+
+ffi::Error CopyRows(cudaStream_t stream, ffi::AnyBuffer pool_buffer, Numbers source, Numbers target,
+                    ffi::Result<ffi::AnyBuffer> result) {
+  constexpr const char* kTarget = "echo_copy_rows";
+  Pool pool;
+  ECHO_RETURN_IF_ERROR(ViewCopyRows(kTarget, pool_buffer, source, target, result, &pool));
+  const int64_t entries = source.element_count();
+  const CopyRowsJobs jobs{DevicePool(pool), source.typed_data(), target.typed_data(), entries, pool.layers * entries};
+  return Run(kTarget, jobs, pool.records.record_bytes, IsAligned({pool.records.data}), stream);
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoRecallCuda, Recall,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<ffi::AnyBuffer>()   // records
+                                  .Arg<ffi::AnyBuffer>()   // host_pool
+                                  .Arg<Numbers>()          // layer
+                                  .Arg<Numbers>()          // count
+                                  .Arg<Numbers>()          // host_rows
+                                  .Arg<Numbers>()          // slots
+                                  .Arg<Numbers>()          // source
+                                  .Arg<ffi::AnyBuffer>()   // new
+                                  .Arg<ffi::AnyBuffer>()   // staged
+                                  .Ret<ffi::AnyBuffer>(),  // records
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoReadRowsCuda, ReadRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<ffi::AnyBuffer>()   // host_pool
+                                  .Arg<Numbers>()          // layer
+                                  .Arg<Numbers>()          // rows
+                                  .Ret<ffi::AnyBuffer>(),  // rows' records
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoWriteBackCuda, WriteBack,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<ffi::AnyBuffer>()   // host_pool
+                                  .Arg<ffi::AnyBuffer>()   // records
+                                  .Arg<Numbers>()          // rows
+                                  .Ret<ffi::AnyBuffer>(),  // host_pool
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoCopyRowsCuda, CopyRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<ffi::AnyBuffer>()   // host_pool
+                                  .Arg<Numbers>()          // source
+                                  .Arg<Numbers>()          // target
+                                  .Ret<ffi::AnyBuffer>(),  // host_pool
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace echo_ffi

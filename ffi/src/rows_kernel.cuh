@@ -1,0 +1,156 @@
+// The one kernel behind all movements of rows. Knows jobs (from where, to where) and words; which rows are wanted is said
+// by the four lists of jobs in rows.cu.
+//
+// Its meaning:
+//     for job in range(min(limit, length)):
+//         from, to = jobs.At(job)
+//         if to: to[:words] = from[:words] if from else zeros
+//
+// How it moves them. One warp takes a row, or several neighbours of the list at once; a lane issues all its 16-byte loads
+// before its first store (a row of 656 B is two loads for a lane, four rows are six; 1152 B are three, two rows five).
+// Several rows are read as one line of words, so that rows which are neighbours in memory, as the ascending lists of a
+// decode step have them, are read by one instruction across the seam between them. Neighbouring warps take neighbouring
+// jobs at the same time: rows of one memory page are then wanted by one SM at one moment.
+//
+// What limits it: the link to host memory (54 GB/s), and in pools of 4 GiB and more the address translations of the GPU,
+// some 30 million rows a second whatever their size. Neither gets better with more SMs; a few are enough, and the rest
+// belong to the kernels beside this one.
+#ifndef ECHO_FFI_ROWS_KERNEL_CUH_
+#define ECHO_FFI_ROWS_KERNEL_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace echo_ffi {
+
+inline constexpr int kLanes = 32;
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+inline constexpr int kBlockThreads = 1024;
+inline constexpr int kBlockWarps = kBlockThreads / kLanes;
+
+// One row to move. Without `to` there is nothing to do; without `from` the row becomes zero.
+struct Move {
+  const std::byte* from = nullptr;
+  std::byte* to = nullptr;
+};
+
+// Memory that no thread of this kernel writes may be read past the coherent caches; L1 is left to the kernels beside it.
+struct ReadOnly {
+  static __device__ uint4 Load(const uint4* at) {
+    uint4 word;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+        : "l"(at));
+    return word;
+  }
+  static __device__ uint32_t Load(const uint32_t* at) {
+    uint32_t word;
+    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(at));
+    return word;
+  }
+};
+
+// Memory that this kernel also writes, at other rows.
+struct ReadWrite {
+  template <typename Word>
+  static __device__ Word Load(const Word* at) {
+    return __ldcg(at);
+  }
+};
+
+// Moves the rows of `kRows` lanes from `first_lane` on, kLoads words of each lane in flight.
+template <typename Memory, typename Word, int kRows, int kLoads>
+__device__ __forceinline__ void MoveGroup(Move own, int first_lane, int words, int lane) {
+  const auto from_of = [&](int row) {
+    return reinterpret_cast<const Word*>(
+        __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(own.from), first_lane + row));
+  };
+  const auto to_of = [&](int row) {
+    return reinterpret_cast<Word*>(
+        __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(own.to), first_lane + row));
+  };
+  const auto row_of = [&](int place) {
+    int row = 0;
+#pragma unroll
+    for (int next = 1; next < kRows; ++next) row += place >= next * words;
+    return row;
+  };
+  const int total = kRows * words;
+  for (int base = 0; base < total; base += kLoads * kLanes) {
+    Word moved[kLoads];
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
+      const int place = base + load * kLanes + lane, row = row_of(place);
+      const Word* from = from_of(row);
+      moved[load] = Word{};
+      if (place < total && from != nullptr) moved[load] = Memory::Load(from + (place - row * words));
+    }
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
+      const int place = base + load * kLanes + lane, row = row_of(place);
+      Word* to = to_of(row);
+      if (place < total && to != nullptr) to[place - row * words] = moved[load];
+    }
+  }
+}
+
+// All rows of this warp: groups of kRows neighbouring jobs, every `warps`-th group.
+template <typename Jobs, typename Word, int kRows, int kLoads>
+__device__ __forceinline__ void MoveRows(const Jobs& jobs, int64_t limit, int words, int64_t warp, int64_t warps,
+                                         int lane) {
+  constexpr int kGroups = kLanes / kRows;  // the lists are read for so many groups at once, one job a lane
+  for (int64_t first = warp; first * kRows < limit; first += kGroups * warps) {
+    const int64_t job = (first + lane / kRows * warps) * kRows + lane % kRows;
+    const Move own = job < limit ? jobs.At(job) : Move{};
+    for (int group = 0; group < kGroups && (first + group * warps) * kRows < limit; ++group) {
+      MoveGroup<typename Jobs::Memory, Word, kRows, kLoads>(own, group * kRows, words, lane);
+    }
+  }
+}
+
+// Jobs has: Memory; length, how many jobs there can be; Limit(), how many there are, read on the device; At(job) for a
+// job below length.
+//
+// As long as every row can have a warp of its own, it has: the first job of a warp is read beside the limit and not after
+// it. Longer lists are moved kMerged rows at a time.
+template <typename Jobs, typename Word, int kLoads, int kMerged, int kMergedLoads>
+__global__ void __launch_bounds__(kBlockThreads) MoveRowsKernel(Jobs jobs, int words) {
+  const int lane = threadIdx.x % kLanes;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kBlockWarps + threadIdx.x / kLanes;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * kBlockWarps;
+  const Move first = warp < jobs.length ? jobs.At(warp) : Move{};
+  const int64_t limit = jobs.Limit();
+  if (limit > warps) {
+    MoveRows<Jobs, Word, kMerged, kMergedLoads>(jobs, limit, words, warp, warps, lane);
+  } else if (warp < limit) {
+    MoveGroup<typename Jobs::Memory, Word, 1, kLoads>(first, 0, words, lane);
+  }
+}
+
+// Blocks for lists of `length` rows of `record_bytes`: enough warps to keep the link busy, and no more (numbers: README.md).
+inline unsigned Blocks(int64_t length, int64_t record_bytes) {
+  const int64_t most = record_bytes >= 512 ? 16 : 32;
+  const int64_t needed = (length + kBlockWarps - 1) / kBlockWarps;
+  return static_cast<unsigned>(needed < 1 ? 1 : needed > most ? most : needed);
+}
+
+// Launches the kernel that fits the record. `is_aligned`: every address that a job can name is a multiple of 16.
+template <typename Jobs>
+void LaunchMove(const Jobs& jobs, int64_t record_bytes, bool is_aligned, unsigned blocks, cudaStream_t stream) {
+  const auto launch = [&](auto kernel, int64_t word_bytes) {
+    kernel<<<blocks, kBlockThreads, 0, stream>>>(jobs, static_cast<int>(record_bytes / word_bytes));
+  };
+  if (!is_aligned || record_bytes % 16 != 0) {
+    launch(MoveRowsKernel<Jobs, uint32_t, 4, 2, 6>, 4);
+  } else if (record_bytes <= 2 * kLanes * 16) {
+    launch(MoveRowsKernel<Jobs, uint4, 2, 4, 6>, 16);
+  } else {
+    launch(MoveRowsKernel<Jobs, uint4, 3, 2, 5>, 16);
+  }
+}
+
+}  // namespace echo_ffi
+
+#endif  // ECHO_FFI_ROWS_KERNEL_CUH_
