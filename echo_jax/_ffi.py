@@ -25,8 +25,7 @@ import numpy as np
 from echo_jax import _compat
 
 ENVIRONMENT_SWITCH = "ECHO_JAX_FFI"
-LIBRARY_VERSION = 1  # kLibraryVersion in targets.h
-SOURCE_HOST = -1  # kSourceHost in targets.h: in `source`, the bytes come from the host pool
+LIBRARY_VERSION = 2  # kLibraryVersion in targets.h
 BUILD_COMMAND = "pip install scikit-build-core cmake ninja && pip install --no-build-isolation --no-deps -e ."
 
 # Python's platform name -> (XLA's platform name, suffix of the handler symbols).
@@ -143,13 +142,15 @@ def recall(
     records: jax.Array,
     host_pool: jax.Array,
     layer: jax.Array,
+    count: jax.Array,
     host_rows: jax.Array,
     slots: jax.Array,
     source: jax.Array,
-    extra: jax.Array,
+    new: jax.Array,
+    staged: jax.Array,
 ) -> jax.Array:
     """echo_recall: `records` [N_G, record] with slots filled; in place if `records` is donated."""
-    operands = (records, host_pool, layer, host_rows, slots, source, extra)
+    operands = (records, host_pool, layer, count, host_rows, slots, source, new, staged)
     return _call("echo_recall", jax.typeof(records), operands, aliases={0: 0})
 
 

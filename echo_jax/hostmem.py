@@ -34,9 +34,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from echo_jax import _compat, _ffi
-from echo_jax.types import NO_ROW
+from echo_jax.types import NO_ROW, SOURCE_HOST
 
-SOURCE_HOST = _ffi.SOURCE_HOST
 IMPLEMENTATIONS = ("auto", "ffi", "jnp")
 
 # Records are moved as whole words on every platform.
@@ -124,28 +123,31 @@ def recall(
     records: jax.Array,
     host_pool: jax.Array,
     layer: jax.Array | int,
+    count: jax.Array,
     host_rows: jax.Array,
     slots: jax.Array,
     source: jax.Array,
-    extra: jax.Array,
+    new: jax.Array,
+    staged: jax.Array,
 ) -> jax.Array:
     """`records` with slots filled; every other slot keeps its bytes.
 
-    For each m with host_rows[m] >= 0 and slots[m] >= 0, slot slots[m] receives host_pool[layer, host_rows[m]]
-    where source[m] is SOURCE_HOST, and extra[source[m]] elsewhere. Active slots are distinct (the caller's
-    promise).
+    For each m < count with host_rows[m] >= 0 and slots[m] >= 0, slot slots[m] receives host_pool[layer, host_rows[m]]
+    where source[m] is SOURCE_HOST, and record source[m] of new and staged, one after the other, elsewhere. Active slots
+    are distinct (the caller's promise).
 
     records: [N_G, *record]  one layer's device pool; donated, it is filled in place
     host_pool: [L, N_H, *record]    layer: i32[]
-    host_rows, slots, source: i32[M]
-    extra: [E, *record]  records that are on the device already: new ones and staged ones; E may be 0
+    count: i32[]  entries that are looked at    host_rows, slots, source: i32[M]
+    new: [E_new, *record], staged: [E_staged, *record]  records that are on the device already; either may be empty
     """
-    layer = jnp.asarray(layer, jnp.int32)
+    layer, count = jnp.asarray(layer, jnp.int32), jnp.asarray(count, jnp.int32)
     if _uses_library(host_pool):
-        return _ffi.recall(records, host_pool, layer, host_rows, slots, source, extra)
-    is_active = (host_rows >= 0) & (slots >= 0)
+        return _ffi.recall(records, host_pool, layer, count, host_rows, slots, source, new, staged)
+    is_active = (host_rows >= 0) & (slots >= 0) & (jnp.arange(slots.shape[0], dtype=jnp.int32) < count)
     is_from_host = source == SOURCE_HOST
     filled = read_rows(host_pool, layer, jnp.where(is_active & is_from_host, host_rows, NO_ROW))
+    extra = jnp.concatenate([new, staged])
     if extra.shape[0] > 0:
         given = extra.at[_outside_if(is_from_host, source, extra.shape[0])].get(mode="fill", fill_value=0)
         filled = jnp.where(_over_record(is_from_host, filled), filled, given)

@@ -13,18 +13,31 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from echo_jax.types import FREE_PRIORITY, NO_ROW, NO_SLOT, SlotMaps
+from echo_jax.types import FREE_PRIORITY, NO_ROW, NO_SLOT, SOURCE_HOST, SlotMaps
 
 PROTECTED = 2**31 - 1
 """Stands in for the priority of a protected slot while victims are chosen; above every priority a slot may have."""
+
+
+class Fills(NamedTuple):
+    """What must be copied into slots now: the first `count` entries, in list order, then NO_ROW, NO_SLOT and -1."""
+
+    rows: jax.Array  # i32[M]  host row
+    slots: jax.Array  # i32[M]  where its record goes; distinct
+    mention: jax.Array  # i32[M]  place of the row's first mention in the list handed in
+    source: jax.Array  # i32[M]  SOURCE_HOST, a place among the new rows, or (count of new rows) + a place in staging
+    count: jax.Array  # i32[]
 
 
 class Allocation(NamedTuple):
     """Where the rows of one step went. M is the length of the list handed in."""
 
     slots: jax.Array  # i32[M]  slot of every row, NO_SLOT for padding
-    is_filled: jax.Array  # bool[M]  the first mention of a row that was missing: its slot must be filled now
-    was_used: jax.Array  # bool[N_G]  the slot held a wanted row before
+    fills: Fills
+    hits: jax.Array  # i32[]  wanted rows that had a slot before, each once
+    useful: jax.Array  # i32[]  rows filled from staging
+    recalled: jax.Array  # i32[]  rows filled from the host
+    written: jax.Array  # i32[]  new rows
     evicted: jax.Array  # i32[]  rows that lost their slot
 
 
@@ -43,64 +56,113 @@ def lookup(maps: SlotMaps, rows: jax.Array) -> jax.Array:
     return jnp.where(rows == NO_ROW, NO_SLOT, maps.slot_of[jnp.maximum(rows, 0)])
 
 
-def allocate(maps: SlotMaps, rows: jax.Array) -> tuple[SlotMaps, Allocation]:
-    """Makes rows i32[M] resident, duplicates and NO_ROW allowed; all of them are protected while this happens.
+def before_touch(maps: SlotMaps, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What an eviction policy is told of rows i32[M] that are about to be allocated: the priority i32[M] of each row's
+    slot, and bool[M] whether the slot is about to be filled.
 
-    The new slots' priorities are left for the eviction policy to write. The pool holds at least M rows (checked when
-    the configuration was built), so every missing row gets a slot.
+    The priority of a slot about to be filled is FREE_PRIORITY, whoever holds it now: what a victim was worth says
+    nothing of the row that takes its place. Padding is told the same.
     """
-    count, host_rows, device_slots = rows.shape[0], maps.slot_of.shape[0], maps.host_of.shape[0]
+    slots = lookup(maps, rows)
+    is_absent = slots == NO_SLOT
+    return jnp.where(is_absent, FREE_PRIORITY, maps.priority[jnp.maximum(slots, 0)]), is_absent
+
+
+def allocate(
+    maps: SlotMaps,
+    rows: jax.Array,
+    priority: jax.Array,
+    staged: jax.Array | None = None,
+    *,
+    per_seat: int | None = None,
+    new_per_seat: int = 0,
+) -> tuple[SlotMaps, Allocation]:
+    """Makes rows i32[M] resident, duplicates and NO_ROW allowed, and gives their slots priority i32[M].
+
+    The list is the seats' lists of per_seat entries one after another (default: one seat), each beginning with
+    new_per_seat new rows: those are filled from this step's records even if they had a slot. Rows found in staged
+    i32[E] (host rows that were copied ahead, or NO_ROW) are filled from there, from the first place where one is staged
+    twice; all others from the host. Every row of the list is protected while this happens. The pool holds at least as
+    many rows as the list has different ones (checked when the configuration was built): every missing row gets a slot.
+
+    Of several priorities for one slot the highest wins; FREE_PRIORITY and PROTECTED are not a policy's to give and
+    become the next one inside.
+    """
+    per_seat = rows.shape[0] if per_seat is None else per_seat
+    staged = jnp.zeros((0,), jnp.int32) if staged is None else staged
+    host_rows, device_slots = maps.slot_of.shape[0], maps.host_of.shape[0]
     is_row = rows != NO_ROW
-    row_or_outside = jnp.where(is_row, rows, host_rows)
     slots = lookup(maps, rows)
     was_used = _mark(jnp.zeros((device_slots,), bool), slots)
 
     # Each missing row once: all its mentions write their marker below NO_SLOT into the map, the first mention's is the
     # lowest and stays. The markers are overwritten by real slots before this function returns.
+    mention = jnp.arange(rows.shape[0], dtype=jnp.int32)
     is_missing = is_row & (slots == NO_SLOT)
-    marker = jnp.arange(count, dtype=jnp.int32) - count - 1
+    marker = mention - rows.shape[0] - 1
     slot_of = maps.slot_of.at[jnp.where(is_missing, rows, host_rows)].min(marker, mode="drop")
-    is_filled = is_missing & (slot_of[jnp.maximum(rows, 0)] == marker)
+    is_first = is_missing & (slot_of[jnp.maximum(rows, 0)] == marker)
 
     # The slots of lowest (priority, slot), as many as could be missing; a missing row takes the one at its rank.
-    priority = jnp.where(was_used, PROTECTED, maps.priority)
-    _, order = lax.sort((priority, jnp.arange(device_slots, dtype=jnp.int32)), num_keys=1, is_stable=True)
-    rank = jnp.cumsum(is_filled.astype(jnp.int32)) - 1
-    taken = jnp.where(is_filled, order[jnp.clip(rank, 0, device_slots - 1)], NO_SLOT)
-    taken_or_outside = jnp.where(is_filled, taken, device_slots)
+    comparable = jnp.where(was_used, PROTECTED, maps.priority)
+    _, order = lax.sort((comparable, jnp.arange(device_slots, dtype=jnp.int32)), num_keys=1, is_stable=True)
+    rank = jnp.cumsum(is_first.astype(jnp.int32)) - 1
+    taken = jnp.where(is_first, order[jnp.clip(rank, 0, device_slots - 1)], NO_SLOT)
+    taken_or_outside = jnp.where(is_first, taken, device_slots)
 
-    victims = jnp.where(is_filled, maps.host_of[jnp.maximum(taken, 0)], NO_ROW)
+    victims = jnp.where(is_first, maps.host_of[jnp.maximum(taken, 0)], NO_ROW)
     slot_of = slot_of.at[jnp.where(victims == NO_ROW, host_rows, victims)].set(NO_SLOT, mode="drop")
-    slot_of = slot_of.at[jnp.where(is_filled, row_or_outside, host_rows)].set(taken, mode="drop", unique_indices=True)
+    slot_of = slot_of.at[jnp.where(is_first, rows, host_rows)].set(taken, mode="drop", unique_indices=True)
     updated = maps.replace(
         slot_of=slot_of,
         host_of=maps.host_of.at[taken_or_outside].set(rows, mode="drop", unique_indices=True),
         free=maps.free.at[taken_or_outside].set(False, mode="drop", unique_indices=True),
     )
-    evicted = jnp.sum(victims != NO_ROW, dtype=jnp.int32)
-    return updated, Allocation(lookup(updated, rows), is_filled, was_used, evicted)
+    slots = lookup(updated, rows)
+
+    is_new = is_row & (mention % per_seat < new_per_seat)
+    new_place = mention // per_seat * new_per_seat + mention % per_seat
+    staged_place = _place_in(staged, rows)
+    is_staged = ~is_new & (staged_place >= 0)
+    source = jnp.where(is_staged, rows.shape[0] // per_seat * new_per_seat + staged_place, SOURCE_HOST)
+    source = jnp.where(is_new, new_place, source)
+    must_fill = is_first | is_new
+
+    def count(mask: jax.Array) -> jax.Array:
+        return jnp.sum(mask, dtype=jnp.int32)
+
+    return _touch(updated, slots, priority), Allocation(
+        slots=slots,
+        fills=Fills(*_compact(must_fill, (rows, slots, mention, source)), count(must_fill)),
+        hits=count(was_used),
+        useful=count(is_first & is_staged),
+        recalled=count(is_first & (source == SOURCE_HOST)),
+        written=count(is_new),
+        evicted=count(victims != NO_ROW),
+    )
 
 
-def before_touch(maps: SlotMaps, allocation: Allocation) -> tuple[jax.Array, jax.Array]:
-    """What an eviction policy is told of each row's slot: its priority i32[M], and bool[M] whether it was just filled.
-
-    The priority of a slot just filled is FREE_PRIORITY, also where a victim left it: what the victim was worth says
-    nothing of the row that took its place. Padding gets slot 0's.
-    """
-    slots = jnp.maximum(allocation.slots, 0)
-    was_filled = ~allocation.was_used[slots]
-    return jnp.where(was_filled, FREE_PRIORITY, maps.priority[slots]), was_filled
+def _compact(mask: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The entries where the mask is set, in order, then -1: the value of NO_ROW and NO_SLOT too."""
+    place = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, mask.shape[0])
+    return tuple(jnp.full(mask.shape, -1, jnp.int32).at[place].set(array, mode="drop") for array in arrays)
 
 
-def touch(maps: SlotMaps, slots: jax.Array, priority: jax.Array) -> SlotMaps:
-    """Writes priority i32[M] of slots i32[M] (NO_SLOT is skipped); mentions of one slot must agree or the highest wins.
+def _place_in(staged: jax.Array, rows: jax.Array) -> jax.Array:
+    """i32[M]: the first place of each row in staged i32[E], or -1; padding is nowhere."""
+    if staged.shape[0] == 0:
+        return jnp.full(rows.shape, -1, jnp.int32)
+    order = jnp.argsort(staged, stable=True).astype(jnp.int32)
+    ordered = staged[order]
+    at = jnp.minimum(jnp.searchsorted(ordered, rows), staged.shape[0] - 1)
+    return jnp.where((ordered[at] == rows) & (rows != NO_ROW), order[at], -1)
 
-    FREE_PRIORITY and PROTECTED are not a policy's to give: they become the next one inside.
-    """
-    safe = clamp(priority)
+
+def _touch(maps: SlotMaps, slots: jax.Array, priority: jax.Array) -> SlotMaps:
+    """Writes priority i32[M] of slots i32[M]; NO_SLOT is skipped, of several priorities for a slot the highest wins."""
     outside = jnp.where(slots == NO_SLOT, maps.host_of.shape[0], slots)
     cleared = maps.priority.at[outside].set(FREE_PRIORITY, mode="drop")
-    return maps.replace(priority=cleared.at[outside].max(safe, mode="drop"))
+    return maps.replace(priority=cleared.at[outside].max(clamp(priority), mode="drop"))
 
 
 def clamp(priority: jax.Array) -> jax.Array:

@@ -213,12 +213,22 @@ def _warm(cache: CacheConfig, state: LayerState, host_pool, layer: int, chunk: _
     window = first + jnp.arange(cache.warm_windows)
     chosen = jnp.where((window < chunk.count)[:, None], pick.positions[window], NO_POSITION).reshape(-1)
     rows = recall.rows_at(chunk.view.rows, chosen[None])[0]
-    maps, allocation = pool.allocate(state.slots, rows)
-    target = jnp.where(allocation.is_filled, allocation.slots, -1)
-    records = hostmem.recall(state.records, host_pool, jnp.int32(layer), rows, target, chosen, workspace)
     scores = pick.scores[window].reshape(-1)
-    priority = cache.eviction.touch(*pool.before_touch(maps, allocation), chunk.view.step, scores)
-    return state.replace(slots=pool.touch(maps, allocation.slots, priority), records=records)
+    priority = cache.eviction.touch(*pool.before_touch(state.slots, rows), chunk.view.step, scores)
+    maps, allocation = pool.allocate(state.slots, rows, priority)
+    fills = allocation.fills
+    records = hostmem.recall(
+        state.records,
+        host_pool,
+        jnp.int32(layer),
+        fills.count,
+        fills.rows,
+        fills.slots,
+        chosen[jnp.maximum(fills.mention, 0)],  # the workspace lies by position
+        workspace,
+        workspace[:0],
+    )
+    return state.replace(slots=maps, records=records)
 
 
 def prefill(

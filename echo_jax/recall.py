@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from echo_jax import hostmem, pool
 from echo_jax.config import CacheConfig
+from echo_jax.pool import Allocation
 from echo_jax.stats import Moved
-from echo_jax.types import NO_POSITION, NO_ROW, LayerState, Staging
+from echo_jax.types import NO_POSITION, NO_ROW, LayerState, SlotMaps, Staging
 
 
 class StepView(NamedTuple):
@@ -98,54 +99,55 @@ def require(
     from the new record, from staging where staged, from the host otherwise.
     """
     assert state.slots is not None
-    seats, count = view.new_rows.shape
-    selected_rows = rows_at(view.rows, selected.reshape(seats, -1))
-    wanted = jnp.concatenate([view.new_rows, selected_rows], axis=1)  # a seat's list: new rows, then selected ones
-    rows = wanted.reshape(-1)
-    maps, allocation = pool.allocate(state.slots, rows)
-
-    own = jnp.arange(seats * count, dtype=jnp.int32).reshape(seats, count)
-    is_new = jnp.zeros(wanted.shape, bool).at[:, :count].set(view.new_rows != NO_ROW).reshape(-1)
-    staged_at = _place_in(staging.rows.reshape(-1), rows)
-    from_new = jnp.zeros(wanted.shape, jnp.int32).at[:, :count].set(own).reshape(-1)
-    source = jnp.where(staged_at >= 0, staged_at + seats * count, hostmem.SOURCE_HOST)
-    source = jnp.where(is_new, from_new, source)
-    extra = jnp.concatenate([x.reshape(-1, *config.records.shape) for x in (new_records, staging.records)], axis=0)
-    must_fill = allocation.is_filled | is_new
+    maps, allocation = plan(config, state.slots, view, selected, selected_scores, staging.rows)
+    fills = allocation.fills
     records = hostmem.recall(
-        state.records, host_pool, layer, rows, jnp.where(must_fill, allocation.slots, -1), source, extra
+        state.records,
+        host_pool,
+        layer,
+        fills.count,
+        fills.rows,
+        fills.slots,
+        fills.source,
+        new_records.reshape(-1, *config.records.shape),
+        staging.records.reshape(-1, *config.records.shape),
     )
-
-    scores = jnp.concatenate([jnp.full((seats, count), -jnp.inf), selected_scores.reshape(seats, -1)], axis=1)
-    priority = config.eviction.touch(*pool.before_touch(maps, allocation), view.step, scores.reshape(-1))
-    maps = pool.touch(maps, allocation.slots, priority)
-
-    is_miss = allocation.is_filled & ~is_new
-    useful = jnp.sum(is_miss & (staged_at >= 0), dtype=jnp.int32)
     moved = Moved(
-        hits=jnp.sum(allocation.was_used, dtype=jnp.int32),
-        useful=useful,
-        recalled=jnp.sum(is_miss, dtype=jnp.int32) - useful,
+        hits=allocation.hits,
+        useful=allocation.useful,
+        recalled=allocation.recalled,
         staged=jnp.sum(staging.rows != NO_ROW, dtype=jnp.int32),
         refused=jnp.sum(staging.refused, dtype=jnp.int32),
         evicted=allocation.evicted,
-        written=jnp.sum(is_new, dtype=jnp.int32),
+        written=allocation.written,
     )
-    slots = allocation.slots.reshape(wanted.shape)[:, count:].reshape(selected.shape)
+    seats, count = view.new_rows.shape
+    slots = allocation.slots.reshape(seats, -1)[:, count:].reshape(selected.shape)
     return state.replace(slots=maps, records=records), slots, moved
+
+
+def plan(
+    config: CacheConfig,
+    maps: SlotMaps,
+    view: StepView,
+    selected: jax.Array,
+    selected_scores: jax.Array,
+    staged_rows: jax.Array,
+) -> tuple[SlotMaps, Allocation]:
+    """The integer half of `require`: who gets which slot and what each is filled from. Moves no record.
+
+    selected i32[B, T, K] positions with their scores f32[B, T, K]; staged_rows i32[B, S]. A seat's list is its T new
+    rows, then the rows it selected in order; `Allocation.slots` has its shape, i32[B * (T + T * K)].
+    """
+    seats, count = view.new_rows.shape
+    wanted = jnp.concatenate([view.new_rows, rows_at(view.rows, selected.reshape(seats, -1))], axis=1)
+    scores = jnp.concatenate([jnp.full((seats, count), -jnp.inf), selected_scores.reshape(seats, -1)], axis=1)
+    rows = wanted.reshape(-1)
+    priority = config.eviction.touch(*pool.before_touch(maps, rows), view.step, scores.reshape(-1))
+    return pool.allocate(maps, rows, priority, staged_rows.reshape(-1), per_seat=wanted.shape[1], new_per_seat=count)
 
 
 def rows_at(rows: jax.Array, positions: jax.Array) -> jax.Array:
     """Host rows of positions i32[B, M]; NO_ROW for NO_POSITION."""
     found = jnp.take_along_axis(rows, jnp.maximum(positions, 0), axis=1)
     return jnp.where(positions == NO_POSITION, NO_ROW, found)
-
-
-def _place_in(staged: jax.Array, rows: jax.Array) -> jax.Array:
-    """i32[M]: the first place of each row in staged i32[E], or -1; padding is nowhere."""
-    if staged.shape[0] == 0:
-        return jnp.full(rows.shape, -1, jnp.int32)
-    order = jnp.argsort(staged, stable=True).astype(jnp.int32)
-    ordered = staged[order]
-    at = jnp.minimum(jnp.searchsorted(ordered, rows), staged.shape[0] - 1)
-    return jnp.where((ordered[at] == rows) & (rows != NO_ROW), order[at], -1)

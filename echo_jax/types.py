@@ -31,6 +31,9 @@ FREE_PRIORITY = -(2**31)
 """Priority of a free slot. It is below every priority a policy may write, so slots in order of (priority, slot) are
 the free ones first, ascending, and then the victims: one order serves allocation and eviction."""
 
+SOURCE_HOST = -1
+"""Where a slot is filled from: the host pool. Numbers from 0 up count records that are on the device already."""
+
 PAGE = 64
 """Host rows in a page; pages are shared and freed whole."""
 

@@ -17,16 +17,17 @@ from echo_jax.eviction import HIGHEST, LOWEST, Lru
 from tests.oracles.pool import OraclePool, check_maps
 from tests.oracles.words import FREE_PRIORITY, NO_ROW, NO_SLOT
 
+SOURCE_HOST = -1
+
 HOST_ROWS, SLOTS = 40, 8
 
 
 @jax.jit
 def step(maps, rows, when):
     """What `recall.require` does to the maps, with the least recently used policy."""
-    maps, allocation = pool.allocate(maps, rows)
-    old_priority, was_filled = pool.before_touch(maps, allocation)
-    priority = Lru().touch(old_priority, was_filled, when, jnp.zeros(rows.shape))
-    return pool.touch(maps, allocation.slots, priority), allocation, old_priority
+    told = pool.before_touch(maps, rows)
+    priority = Lru().touch(*told, when, jnp.zeros(rows.shape))
+    return *pool.allocate(maps, rows, priority), told
 
 
 release = jax.jit(pool.release)
@@ -53,18 +54,28 @@ class Both:
             return when
 
         expected = self.oracle.require([padded.tolist()], [[]], self.when, touch)
-        self.maps, got, old_priority = step(self.maps, padded, np.int32(self.when))
+        self.maps, got, (old_priority, is_absent) = step(self.maps, padded, np.int32(self.when))
         self.agree()
         assert np.asarray(got.slots).tolist() == expected.slots[0]
-        filled = [(int(row), int(slot)) for row, slot in zip(padded, got.slots, strict=True)]
-        assert [filled[m] for m in np.flatnonzero(got.is_filled)] == expected.placed
+        self.check_fills(got, padded, expected.placed)
         assert int(got.evicted) == len(expected.evicted)
-        assert int(np.sum(got.was_used)) == expected.hits
+        assert int(got.hits) == expected.hits
         # The policy is told the same of every row, in the order of first mentions.
         first = [padded.tolist().index(row) for row in dict.fromkeys(padded.tolist()) if row != NO_ROW]
-        fresh = ~np.asarray(got.was_used)[np.maximum(got.slots, 0)]
-        assert [(int(old_priority[m]), bool(fresh[m])) for m in first] == told
+        assert [(int(old_priority[m]), bool(is_absent[m])) for m in first] == told
         return got
+
+    def check_fills(self, got, padded, placed):
+        """Every row that got a slot, in order, from the host; then padding."""
+        fills, count = got.fills, len(placed)
+        assert int(fills.count) == int(got.recalled) == count
+        assert (
+            list(zip(np.asarray(fills.rows).tolist(), np.asarray(fills.slots).tolist(), strict=True))[:count] == placed
+        )
+        assert np.asarray(fills.mention)[:count].tolist() == [padded.tolist().index(row) for row, _ in placed]
+        assert np.asarray(fills.source).tolist() == [SOURCE_HOST] * len(padded)
+        for name in ("rows", "slots", "mention"):
+            assert np.asarray(getattr(fills, name))[count:].tolist() == [-1] * (len(padded) - count)
 
     def release(self, rows):
         self.oracle.release(rows)
@@ -112,7 +123,7 @@ def test_pool_exactly_full_of_protected_rows():
     both = Both()
     both.require(range(8))
     got = both.require(range(8))
-    assert int(got.evicted) == 0 and not np.any(got.is_filled)
+    assert int(got.evicted) == 0 and int(got.fills.count) == 0
     both.require(range(20, 28))  # everyone leaves
     assert np.asarray(both.maps.host_of).tolist() == list(range(20, 28))
     got = both.require([27, 30, 26, 31, 25, 32, 24, 33])  # half of them stay where they are
@@ -143,7 +154,7 @@ def test_duplicate_missing_rows_take_one_slot_at_their_first_mention():
     both = Both()
     got = both.require([9, 4, 9, 9, 4, 2])
     assert np.asarray(got.slots).tolist() == [0, 1, 0, 0, 1, 2, NO_SLOT, NO_SLOT]
-    assert np.asarray(got.is_filled).tolist() == [True, True, False, False, False, True, False, False]
+    assert np.asarray(got.fills.mention).tolist() == [0, 1, 5, -1, -1, -1, -1, -1]
 
 
 def test_duplicates_fill_a_list_longer_than_the_pool():
@@ -196,9 +207,8 @@ def test_a_row_of_the_highest_priority_is_a_victim_before_a_protected_one():
     """A use counter that had saturated at 2^31 - 1 looked like the mark of a protected slot: the selected row in slot 0
     was thrown out for the newcomer, and both then claimed the slot."""
     maps = pool.initial(HOST_ROWS, 2)
-    maps, allocation = pool.allocate(maps, jnp.array([3, 4], jnp.int32))
-    maps = pool.touch(maps, allocation.slots, jnp.array([5, 2**31 - 1], jnp.int32))
-    maps, allocation = pool.allocate(maps, jnp.array([3, 7], jnp.int32))
+    maps, _ = pool.allocate(maps, jnp.array([3, 4], jnp.int32), jnp.array([5, 2**31 - 1], jnp.int32))
+    maps, allocation = pool.allocate(maps, jnp.array([3, 7], jnp.int32), jnp.array([6, 6], jnp.int32))
     assert np.asarray(allocation.slots).tolist() == [0, 1]
     assert np.asarray(maps.host_of).tolist() == [3, 7]
 
@@ -206,17 +216,15 @@ def test_a_row_of_the_highest_priority_is_a_victim_before_a_protected_one():
 @pytest.mark.parametrize("given, kept", [(FREE_PRIORITY, LOWEST), (LOWEST, LOWEST), (2**31 - 1, HIGHEST)])
 def test_a_policy_cannot_write_the_marks_of_free_and_protected_slots(given, kept):
     maps = pool.initial(HOST_ROWS, SLOTS)
-    maps, allocation = pool.allocate(maps, jnp.array([3, NO_ROW], jnp.int32))
-    maps = pool.touch(maps, allocation.slots, jnp.array([given, 5], jnp.int32))
+    maps, _ = pool.allocate(maps, jnp.array([3, NO_ROW], jnp.int32), jnp.array([given, 5], jnp.int32))
     assert np.asarray(maps.priority).tolist() == [kept] + [FREE_PRIORITY] * 7
     check_maps(*(np.asarray(array) for array in (maps.slot_of, maps.host_of, maps.priority, maps.free)))
 
 
 def test_the_highest_of_several_priorities_for_a_slot_wins_also_below_its_old_one():
     maps = pool.initial(HOST_ROWS, SLOTS)
-    maps, allocation = pool.allocate(maps, jnp.array([3, 4], jnp.int32))
-    maps = pool.touch(maps, allocation.slots, jnp.array([90, 91], jnp.int32))
-    maps = pool.touch(maps, jnp.array([0, NO_SLOT, 0], jnp.int32), jnp.array([-7, 99, -5], jnp.int32))
+    maps, _ = pool.allocate(maps, jnp.array([3, 4], jnp.int32), jnp.array([90, 91], jnp.int32))
+    maps, _ = pool.allocate(maps, jnp.array([3, NO_ROW, 3], jnp.int32), jnp.array([-7, 99, -5], jnp.int32))
     assert np.asarray(maps.priority)[:3].tolist() == [-5, 91, FREE_PRIORITY]
 
 
@@ -247,6 +255,6 @@ def test_a_random_history(slots, length):
 def test_the_maps_may_be_updated_in_place():
     """Nothing but the state is as long as the pool or the host rows: the donated maps are the updated ones."""
     maps = jax.tree.map(lambda x: jnp.array(x, copy=True), pool.initial(64 * 1024, 4096))
-    donated = functools.partial(jax.jit, donate_argnums=0)(lambda maps, rows: pool.allocate(maps, rows)[0])
+    donated = functools.partial(jax.jit, donate_argnums=0)(lambda maps, rows: pool.allocate(maps, rows, rows)[0])
     memory = donated.lower(maps, jnp.zeros(64, jnp.int32)).compile().memory_analysis()
     assert memory is not None and memory.alias_size_in_bytes == 4 * 64 * 1024 + 9 * 4096

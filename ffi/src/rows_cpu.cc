@@ -9,42 +9,13 @@
 #include <cstring>
 #include <vector>
 
-#include "echo_ffi/records.h"
+#include "echo_ffi/rows.h"
 #include "echo_ffi/targets.h"
 
 namespace echo_ffi {
 namespace {
 
-using Numbers = ffi::Buffer<ffi::S32>;
-
-// One layer's place among the records of a whole pool [L, N_H, record].
-struct Pool {
-  Records records;
-  int64_t layers = 0;
-  int64_t rows = 0;
-
-  std::byte* at(int64_t layer, int64_t row) const { return records.at(layer * rows + row); }
-};
-
-ffi::Error ViewPool(const char* target, ffi::AnyBuffer buffer, Pool* pool) {
-  ECHO_RETURN_IF_ERROR(ViewRecords(target, "host_pool", buffer, 2, &pool->records));
-  pool->layers = buffer.dimensions()[0];
-  pool->rows = buffer.dimensions()[1];
-  return ffi::Error::Success();
-}
-
-ffi::Error ViewList(const char* target, const char* name, Numbers numbers, ffi::Span<const int32_t>* list) {
-  if (numbers.dimensions().size() != 1) {
-    return Refuse(target, ": ", name, " has shape ", Describe(numbers.dimensions()), " but must be a list");
-  }
-  *list = ffi::Span<const int32_t>(numbers.typed_data(), numbers.element_count());
-  return ffi::Error::Success();
-}
-
 ffi::Error ReadLayer(const char* target, Numbers layer, int64_t layers, int64_t* value) {
-  if (layer.element_count() != 1) {
-    return Refuse(target, ": layer has shape ", Describe(layer.dimensions()), " but must be a scalar");
-  }
   *value = layer.typed_data()[0];
   if (*value < 0 || *value >= layers) {
     return Refuse(target, ": layer is ", *value, " but host_pool holds layers 0 to ", layers - 1);
@@ -67,38 +38,38 @@ ffi::Error CheckRange(const char* target, const char* name, ffi::Span<const int3
   return ffi::Error::Success();
 }
 
-ffi::Error Recall(ffi::AnyBuffer records_buffer, ffi::AnyBuffer pool_buffer, Numbers layer_number,
-                  Numbers host_rows_list, Numbers slots_list, Numbers source_list, ffi::AnyBuffer extra_buffer,
-                  ffi::Result<ffi::AnyBuffer> result) {
+ffi::Error Recall(ffi::AnyBuffer records_buffer, ffi::AnyBuffer pool_buffer, Numbers layer_number, Numbers count_number,
+                  Numbers host_rows_list, Numbers slots_list, Numbers source_list, ffi::AnyBuffer new_buffer,
+                  ffi::AnyBuffer staged_buffer, ffi::Result<ffi::AnyBuffer> result) {
   constexpr const char* kTarget = "echo_recall";
-  Records records, extra;
-  Pool pool;
+  RecallViews views;
+  ECHO_RETURN_IF_ERROR(ViewRecall(kTarget, records_buffer, pool_buffer, layer_number, count_number, host_rows_list,
+                                  slots_list, source_list, new_buffer, staged_buffer, result, &views));
+  const auto& [records, fresh, staged, pool, host_rows_data, slots_data, source_data, length] = views;
   int64_t layer = 0;
-  ffi::Span<const int32_t> host_rows, slots, source;
-  ECHO_RETURN_IF_ERROR(ViewRecords(kTarget, "records", records_buffer, 1, &records));
-  ECHO_RETURN_IF_ERROR(ViewRecords(kTarget, "extra", extra_buffer, 1, &extra));
-  ECHO_RETURN_IF_ERROR(ViewPool(kTarget, pool_buffer, &pool));
-  ECHO_RETURN_IF_ERROR(SameRecords(kTarget, "records", records_buffer, 1, "host_pool", pool_buffer, 2));
-  ECHO_RETURN_IF_ERROR(SameRecords(kTarget, "records", records_buffer, 1, "extra", extra_buffer, 1));
-  ECHO_RETURN_IF_ERROR(SameBuffer(kTarget, "records", records.data, result->untyped_data()));
   ECHO_RETURN_IF_ERROR(ReadLayer(kTarget, layer_number, pool.layers, &layer));
-  ECHO_RETURN_IF_ERROR(ViewList(kTarget, "host_rows", host_rows_list, &host_rows));
-  ECHO_RETURN_IF_ERROR(ViewList(kTarget, "slots", slots_list, &slots));
-  ECHO_RETURN_IF_ERROR(ViewList(kTarget, "source", source_list, &source));
-  ECHO_RETURN_IF_ERROR(SameLength(kTarget, "host_rows", host_rows.size(), "slots", slots.size()));
-  ECHO_RETURN_IF_ERROR(SameLength(kTarget, "host_rows", host_rows.size(), "source", source.size()));
+  const int64_t count = count_number.typed_data()[0];
+  if (count > length) {
+    return Refuse(kTarget, ": count is ", count, " but the lists hold ", length, " entries");
+  }
+  const size_t entries = static_cast<size_t>(std::max<int64_t>(count, 0));
+  const ffi::Span<const int32_t> host_rows(host_rows_data, entries), slots(slots_data, entries),
+      source(source_data, entries);
   ECHO_RETURN_IF_ERROR(CheckRange(kTarget, "host_rows", host_rows, "host_pool", pool.rows));
   ECHO_RETURN_IF_ERROR(CheckRange(kTarget, "slots", slots, "records", records.count));
   const auto active = [&](size_t m) { return host_rows[m] >= 0 && slots[m] >= 0; };
+  const int64_t given = fresh.count + staged.count;
   for (size_t m = 0; m < source.size(); ++m) {
-    if (active(m) && (source[m] < kSourceHost || source[m] >= extra.count)) {
-      return Refuse(kTarget, ": source[", m, "] is ", source[m], " but extra holds ", extra.count,
-                    " rows; a value below ", extra.count, " or ", kSourceHost, " (the host pool) is needed");
+    if (active(m) && (source[m] < kSourceHost || source[m] >= given)) {
+      return Refuse(kTarget, ": source[", m, "] is ", source[m], " but new and staged hold ", given,
+                    " rows; a value below ", given, " or ", kSourceHost, " (the host pool) is needed");
     }
   }
   for (size_t m = 0; m < slots.size(); ++m) {
     if (!active(m)) continue;
-    const std::byte* from = source[m] == kSourceHost ? pool.at(layer, host_rows[m]) : extra.at(source[m]);
+    const std::byte* from = source[m] == kSourceHost   ? pool.at(layer, host_rows[m])
+                            : source[m] < fresh.count ? fresh.at(source[m])
+                                                      : staged.at(source[m] - fresh.count);
     std::memcpy(records.at(slots[m]), from, records.record_bytes);
   }
   return ffi::Error::Success();
@@ -110,13 +81,9 @@ ffi::Error ReadRows(ffi::AnyBuffer pool_buffer, Numbers layer_number, Numbers ro
   Records out;
   Pool pool;
   int64_t layer = 0;
-  ffi::Span<const int32_t> rows;
-  ECHO_RETURN_IF_ERROR(ViewPool(kTarget, pool_buffer, &pool));
-  ECHO_RETURN_IF_ERROR(ViewRecords(kTarget, "result", *result, 1, &out));
-  ECHO_RETURN_IF_ERROR(SameRecords(kTarget, "result", *result, 1, "host_pool", pool_buffer, 2));
+  ECHO_RETURN_IF_ERROR(ViewReadRows(kTarget, pool_buffer, layer_number, rows_list, result, &pool, &out));
   ECHO_RETURN_IF_ERROR(ReadLayer(kTarget, layer_number, pool.layers, &layer));
-  ECHO_RETURN_IF_ERROR(ViewList(kTarget, "rows", rows_list, &rows));
-  ECHO_RETURN_IF_ERROR(SameLength(kTarget, "rows", rows.size(), "result", out.count));
+  const ffi::Span<const int32_t> rows(rows_list.typed_data(), rows_list.element_count());
   ECHO_RETURN_IF_ERROR(CheckRange(kTarget, "rows", rows, "host_pool", pool.rows));
   for (size_t m = 0; m < rows.size();) {
     // A prefill reads whole pages: neighbours in the list that are neighbours in the pool travel together.
@@ -139,15 +106,8 @@ ffi::Error WriteBack(ffi::AnyBuffer pool_buffer, ffi::AnyBuffer records_buffer, 
   constexpr const char* kTarget = "echo_write_back";
   Records records;
   Pool pool;
-  ffi::Span<const int32_t> rows;
-  ECHO_RETURN_IF_ERROR(ViewPool(kTarget, pool_buffer, &pool));
-  ECHO_RETURN_IF_ERROR(ViewRecords(kTarget, "records", records_buffer, 2, &records));
-  ECHO_RETURN_IF_ERROR(SameRecords(kTarget, "records", records_buffer, 2, "host_pool", pool_buffer, 2));
-  ECHO_RETURN_IF_ERROR(SameBuffer(kTarget, "host_pool", pool.records.data, result->untyped_data()));
-  ECHO_RETURN_IF_ERROR(ViewList(kTarget, "rows", rows_list, &rows));
-  ECHO_RETURN_IF_ERROR(SameLength(kTarget, "axis 0 of records", records_buffer.dimensions()[0],
-                                  "axis 0 of host_pool", pool.layers));
-  ECHO_RETURN_IF_ERROR(SameLength(kTarget, "axis 1 of records", records_buffer.dimensions()[1], "rows", rows.size()));
+  ECHO_RETURN_IF_ERROR(ViewWriteBack(kTarget, pool_buffer, records_buffer, rows_list, result, &pool, &records));
+  const ffi::Span<const int32_t> rows(rows_list.typed_data(), rows_list.element_count());
   ECHO_RETURN_IF_ERROR(CheckRange(kTarget, "rows", rows, "host_pool", pool.rows));
   const int64_t length = static_cast<int64_t>(rows.size());
   for (int64_t layer = 0; layer < pool.layers; ++layer) {
@@ -181,12 +141,9 @@ ffi::Error CopyRows(ffi::AnyBuffer pool_buffer, Numbers source_list, Numbers tar
                     ffi::Result<ffi::AnyBuffer> result) {
   constexpr const char* kTarget = "echo_copy_rows";
   Pool pool;
-  ffi::Span<const int32_t> source, target;
-  ECHO_RETURN_IF_ERROR(ViewPool(kTarget, pool_buffer, &pool));
-  ECHO_RETURN_IF_ERROR(SameBuffer(kTarget, "host_pool", pool.records.data, result->untyped_data()));
-  ECHO_RETURN_IF_ERROR(ViewList(kTarget, "source", source_list, &source));
-  ECHO_RETURN_IF_ERROR(ViewList(kTarget, "target", target_list, &target));
-  ECHO_RETURN_IF_ERROR(SameLength(kTarget, "source", source.size(), "target", target.size()));
+  ECHO_RETURN_IF_ERROR(ViewCopyRows(kTarget, pool_buffer, source_list, target_list, result, &pool));
+  const ffi::Span<const int32_t> source(source_list.typed_data(), source_list.element_count());
+  const ffi::Span<const int32_t> target(target_list.typed_data(), target_list.element_count());
   ECHO_RETURN_IF_ERROR(CheckRange(kTarget, "source", source, "host_pool", pool.rows));
   ECHO_RETURN_IF_ERROR(CheckRange(kTarget, "target", target, "host_pool", pool.rows));
   ECHO_RETURN_IF_ERROR(CheckCopies(kTarget, source, target));
@@ -206,10 +163,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoRecallCpu, Recall,
                                   .Arg<ffi::AnyBuffer>()   // records
                                   .Arg<ffi::AnyBuffer>()   // host_pool
                                   .Arg<Numbers>()          // layer
+                                  .Arg<Numbers>()          // count
                                   .Arg<Numbers>()          // host_rows
                                   .Arg<Numbers>()          // slots
                                   .Arg<Numbers>()          // source
-                                  .Arg<ffi::AnyBuffer>()   // extra
+                                  .Arg<ffi::AnyBuffer>()   // new
+                                  .Arg<ffi::AnyBuffer>()   // staged
                                   .Ret<ffi::AnyBuffer>());  // records
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoReadRowsCpu, ReadRows,

@@ -27,8 +27,9 @@ def one_step(state, rows):
     records, pool = state
     slots = jnp.arange(NEW, dtype=jnp.int32)
     source = jnp.full((NEW,), SOURCE_HOST, jnp.int32)
+    none = jnp.zeros((0, *RECORD), jnp.float32)
     recalled = tuple(
-        hostmem.recall(layer_records, pool, layer, rows, slots, source, jnp.zeros((0, *RECORD), jnp.float32))
+        hostmem.recall(layer_records, pool, layer, jnp.int32(NEW), rows, slots, source, none, none)
         for layer, layer_records in enumerate(records)
     )
     pool, recalled = jax.lax.optimization_barrier((pool, recalled))

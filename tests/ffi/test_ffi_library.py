@@ -15,6 +15,7 @@ import pytest
 
 from echo_jax import _compat, _ffi, hostmem
 from echo_jax.hostmem import HostMemory
+from echo_jax.types import SOURCE_HOST
 from tests.ffi.conftest import DEVICE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +143,7 @@ def test_installed_library_matches_the_sources(library):
     """The header and the Python border hold the same numbers; a change of one alone fails here."""
     header = (ROOT / "ffi" / "include" / "echo_ffi" / "targets.h").read_text()
     assert f"kLibraryVersion = {_ffi.LIBRARY_VERSION};" in header
-    assert f"kSourceHost = {_ffi.SOURCE_HOST};" in header
+    assert f"kSourceHost = {SOURCE_HOST};" in header
     path = _ffi.library_path()
     assert path is not None
     opened = _ffi.open_library(path)
@@ -161,15 +162,27 @@ def numbers(*values):
     return jnp.asarray(values, jnp.int32)
 
 
-def recall(records=RECORDS, pool=POOL, layer=0, host_rows=(1,), slots=(1,), source=(-1,), extra=EXTRA):
+def recall(
+    records=RECORDS,
+    pool=POOL,
+    layer=0,
+    count=1,
+    host_rows=(1,),
+    slots=(1,),
+    source=(-1,),
+    new=EXTRA[:1],
+    staged=EXTRA[1:],
+):
     return _ffi.recall(
         jnp.asarray(records),
         jnp.asarray(pool),
         jnp.asarray(layer, jnp.int32),
+        jnp.asarray(count, jnp.int32),
         numbers(*host_rows),
         numbers(*slots),
         numbers(*source),
-        jnp.asarray(extra),
+        jnp.asarray(new),
+        jnp.asarray(staged),
     )
 
 
@@ -183,13 +196,19 @@ WRONG_RECALLS = {
         "host_rows[0] is 6 but host_pool holds 6 rows",
     ),
     "slot_too_high": (dict(slots=(3,)), "slots[0] is 3 but records holds 3 rows"),
-    "source_too_high": (dict(source=(2,)), "source[0] is 2 but extra holds 2 rows"),
-    "source_negative": (dict(source=(-2,)), "source[0] is -2 but extra holds 2 rows"),
-    "source_of_empty_extra": (dict(source=(0,), extra=EXTRA[:0]), "source[0] is 0 but extra holds 0 rows"),
+    "count_too_high": (dict(count=2), "count is 2 but the lists hold 1 entries"),
+    "count_not_scalar": (dict(count=[1, 1]), "count has shape [2] but must be a scalar"),
+    "source_too_high": (dict(source=(2,)), "source[0] is 2 but new and staged hold 2 rows"),
+    "source_negative": (dict(source=(-2,)), "source[0] is -2 but new and staged hold 2 rows"),
+    "source_of_nothing": (
+        dict(source=(0,), new=EXTRA[:0], staged=EXTRA[:0]),
+        "source[0] is 0 but new and staged hold 0 rows",
+    ),
     "lists_of_two_lengths": (dict(slots=(1, 2)), "host_rows has length 1 but slots has length 2"),
     "source_length": (dict(source=(-1, -1)), "host_rows has length 1 but source has length 2"),
     "record_shapes": (dict(records=np.zeros((3, 2, 2), np.uint32)), "record shapes must be equal"),
-    "extra_shape": (dict(extra=np.zeros((2, 8), np.uint32)), "record shapes must be equal"),
+    "new_shape": (dict(new=np.zeros((2, 8), np.uint32)), "record shapes must be equal"),
+    "staged_shape": (dict(staged=np.zeros((2, 8), np.uint32)), "record shapes must be equal"),
     "record_types": (dict(records=RECORDS.view(np.float32)), "element type"),
     "no_record": (dict(records=np.zeros((3,), np.uint32)), "needs 1 leading dimensions and a record shape"),
     "pool_of_two_axes": (dict(pool=POOL[0]), "needs 2 leading dimensions and a record shape"),
@@ -197,7 +216,8 @@ WRONG_RECALLS = {
         dict(
             records=np.zeros((3, 3), np.uint16),
             pool=np.zeros((2, 6, 3), np.uint16),
-            extra=np.zeros((2, 3), np.uint16),
+            new=np.zeros((2, 3), np.uint16),
+            staged=np.zeros((2, 3), np.uint16),
         ),
         "has 6 bytes, not a multiple of 4",
     ),

@@ -91,6 +91,7 @@ RECALLS = {  # host_rows, slots, source
 @cases(RECALLS, richest="mixed")
 def test_recall(pool_of, record, lists):
     host_rows, slots, source = lists
+    count = np.int32(len(slots))
     generator = np.random.default_rng(2)
     values = random_records(generator, (LAYERS, HOST_ROWS), record)
     records = random_records(generator, (SLOTS,), record)
@@ -98,8 +99,30 @@ def test_recall(pool_of, record, lists):
     pool = pool_of(values)
     recall = jax.jit(hostmem.recall)
     for layer in range(LAYERS):
-        result = recall(on_device(records), pool, layer, *map(on_device, lists), on_device(extra))
-        assert_same_bytes(result, loops.recall(records, values, layer, host_rows, slots, source, extra))
+        for new in range(5):  # the border between new and staged records may lie anywhere
+            given = (on_device(extra[:new]), on_device(extra[new:]))
+            result = recall(on_device(records), pool, layer, count, *map(on_device, lists), *given)
+            assert_same_bytes(result, loops.recall(records, values, layer, host_rows, slots, source, extra))
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1, 2])
+def test_recall_looks_at_count_entries(pool_of, count):
+    record = RECORDS["bf16"]
+    generator = np.random.default_rng(9)
+    values = random_records(generator, (LAYERS, HOST_ROWS), record)
+    records = random_records(generator, (SLOTS,), record)
+    none = random_records(generator, (0,), record)
+    lists = (numbers(5, 36, 3), numbers(10, 0, 3), numbers(-1, -1, -1))
+    result = jax.jit(hostmem.recall)(
+        on_device(records),
+        pool_of(values),
+        1,
+        np.int32(count),
+        *map(on_device, lists),
+        on_device(none),
+        on_device(none),
+    )
+    assert_same_bytes(result, loops.recall(records, values, 1, *(part[: max(count, 0)] for part in lists), none))
 
 
 def test_recall_without_extra(pool_of):
@@ -110,7 +133,8 @@ def test_recall_without_extra(pool_of):
     extra = random_records(generator, (0,), record)
     lists = (numbers(5, 36, -1), numbers(10, 0, 3), numbers(-1, -1, -1))
     recall = jax.jit(hostmem.recall)
-    result = recall(on_device(records), pool_of(values), 1, *map(on_device, lists), on_device(extra))
+    none = on_device(extra)
+    result = recall(on_device(records), pool_of(values), 1, np.int32(3), *map(on_device, lists), none, none)
     assert_same_bytes(result, loops.recall(records, values, 1, *lists, extra))
 
 
@@ -169,7 +193,8 @@ def test_random_lists_agree_with_loops(pool_of):
         )
         extra = random_records(generator, (5,), record)
         records = loops.recall(records, values, step % LAYERS, *lists, extra)
-        slots_array = recall(slots_array, pool, step % LAYERS, *map(on_device, lists), on_device(extra))
+        given = (on_device(extra[:2]), on_device(extra[2:]))
+        slots_array = recall(slots_array, pool, step % LAYERS, np.int32(SLOTS), *map(on_device, lists), *given)
     assert_same_bytes(slots_array, records)
     assert_same_bytes(jax.jit(hostmem.copy_rows)(pool, on_device(numbers()), on_device(numbers())), values)
 

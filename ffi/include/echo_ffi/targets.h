@@ -1,16 +1,22 @@
-// What the shared library promises to Python: names, numbers and the meaning of each target. Knows bytes in rows,
-// nothing of requests, pages or models. Every platform implements the same four targets under the same names; the
-// handler symbols differ only in their suffix (EchoRecallCpu is "echo_recall" on platform "cpu").
+// What the shared library promises to Python: names, numbers and the meaning of each target. Knows bytes in rows and
+// numbers in lists, nothing of requests, pages or models. Every platform implements the same targets under the same
+// names; the handler symbols differ only in their suffix (EchoRecallCpu is "echo_recall" on platform "cpu").
 //
-// Letters: L layers, N_H host rows, N_G device slots, M list length, E extra rows. "record" is one row's bytes: any
-// element type, any trailing shape, a whole number of 4-byte words. Row and slot numbers are i32; every offset is
-// computed in 64 bits, since row * bytes_per_record passes 2^31 in pools that fit one machine.
+// Letters: L layers, N_H host rows, N_G device slots, M list length. "record" is one row's bytes: any element type, any
+// trailing shape, a whole number of 4-byte words (fastest in multiples of 16 bytes). Row and slot numbers are i32; every
+// offset is computed in 64 bits, since row * bytes_per_record passes 2^31 in pools that fit one machine.
 //
-// echo_recall(records [N_G, record], host_pool [L, N_H, record], layer i32[], host_rows i32[M], slots i32[M],
-//             source i32[M], extra [E, record]) -> records, aliased
-//   for each m with host_rows[m] >= 0 and slots[m] >= 0:
-//     records[slots[m]] = source[m] == kSourceHost ? host_pool[layer, host_rows[m]] : extra[source[m]]
-//   No other slot changes. Active slots must be distinct.
+// A number outside its pool: on a CPU the call is refused before a byte moves. On a GPU, where the numbers are on the
+// device and nobody waits for them, the entry is skipped: no target ever reads or writes outside its operands.
+//
+// echo_recall(records [N_G, record], host_pool [L, N_H, record], layer i32[], count i32[], host_rows i32[M],
+//             slots i32[M], source i32[M], new [E_new, record], staged [E_staged, record]) -> records, aliased
+//   for each m < count with host_rows[m] >= 0 and slots[m] >= 0:
+//     records[slots[m]] = host_pool[layer, host_rows[m]]      where source[m] == kSourceHost
+//                         new[source[m]]                      where source[m] < E_new
+//                         staged[source[m] - E_new]           elsewhere
+//   No other slot changes. Active slots must be distinct. The lists may be as long as a step can need; only `count`
+//   entries are looked at.
 //
 // echo_read_rows(host_pool [L, N_H, record], layer i32[], rows i32[M]) -> [M, record]
 //   result[m] = rows[m] >= 0 ? host_pool[layer, rows[m]] : zeros
@@ -24,6 +30,21 @@
 //     host_pool[l, target[m]] = host_pool[l, source[m]]
 //   Active targets must be distinct, and none may be the source of another entry: then the order of the copies, which
 //   differs between platforms, cannot matter.
+//
+// echo_allocate(slot_of i32[N_H], host_of i32[N_G], priority i32[N_G], free bool[N_G], rows i32[M], touched i32[M],
+//               staged i32[E]; per_seat i64, new_per_seat i64)
+//     -> slot_of, host_of, priority, free (all aliased), slots i32[M], fill_rows i32[M], fill_slots i32[M],
+//        fill_mention i32[M], fill_source i32[M], counts i32[8], scratch
+//   The whole of pool.allocate in echo_jax/pool.py, whose jnp form is the meaning, bit for bit. counts holds: entries to
+//   fill, hits, useful, recalled, written, evicted, 0, 0. scratch is the implementation's own and says nothing.
+//
+// echo_release(slot_of, host_of, priority, free, is_dropped bool[N_H]) -> slot_of, host_of, priority, free, all aliased
+//   pool.release: rows where is_dropped says so lose their slots.
+//
+// echo_top_k(score f32|bf16[N, P], visible i32[N]; k i64) -> positions i32[N, k], kth_score f32[N]
+//   indexer.select: the k best of the first visible[n] scores of row n, in the order of scores of echo_jax/indexer.py,
+//   as ascending positions followed by -1, and the lowest selected score (-0 as +0; the NaN 0x7fc00000 where it is a NaN
+//   and where nothing is selected). visible[n] outside 0..P means the nearer end. A GPU refuses k above 4096.
 #ifndef ECHO_FFI_TARGETS_H_
 #define ECHO_FFI_TARGETS_H_
 
@@ -33,9 +54,9 @@ namespace echo_ffi {
 
 // Raised whenever the arguments or the meaning of a target change; echo_jax/_ffi.py holds the same number and
 // refuses a library with another one.
-inline constexpr int32_t kLibraryVersion = 1;
+inline constexpr int32_t kLibraryVersion = 2;
 
-// In `source` of echo_recall: the bytes come from the host pool. Values >= 0 count rows of `extra`.
+// In `source` of echo_recall: the bytes come from the host pool. Values >= 0 count rows of `new`, then of `staged`.
 inline constexpr int32_t kSourceHost = -1;
 
 }  // namespace echo_ffi
