@@ -133,7 +133,7 @@ def allocate(
 
     return _touch(updated, slots, priority), Allocation(
         slots=slots,
-        fills=Fills(*_compact(must_fill, (rows, slots, mention, source)), count(must_fill)),
+        fills=Fills(*(_compact(must_fill, listed) for listed in (rows, slots, mention, source)), count(must_fill)),
         hits=count(was_used),
         useful=count(is_first & is_staged),
         recalled=count(is_first & (source == SOURCE_HOST)),
@@ -142,10 +142,10 @@ def allocate(
     )
 
 
-def _compact(mask: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """The entries where the mask is set, in order, then -1: the value of NO_ROW and NO_SLOT too."""
+def _compact(mask: jax.Array, listed: jax.Array) -> jax.Array:
+    """The entries of i32[M] where the mask is set, in order, then -1: the value of NO_ROW and NO_SLOT too."""
     place = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, mask.shape[0])
-    return tuple(jnp.full(mask.shape, -1, jnp.int32).at[place].set(array, mode="drop") for array in arrays)
+    return jnp.full(mask.shape, -1, jnp.int32).at[place].set(listed, mode="drop")
 
 
 def _place_in(staged: jax.Array, rows: jax.Array) -> jax.Array:
