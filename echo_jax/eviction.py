@@ -6,6 +6,7 @@ Knows numbers, elementwise. Which slots exist, which are protected and who is ev
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -79,4 +80,44 @@ class Clock:
         return _shift_down(priority, shift // self.period)
 
 
-POLICIES = {"lru": Lru, "lfu": Lfu, "score": ScoreWeighted, "clock": Clock}
+@dataclasses.dataclass(frozen=True)
+class TwoQueue:
+    """Two queues in one priority: a row's first use counts as a use `probation` steps ago, a second one as a use now.
+
+    Rows that are used once leave before rows in use that have waited up to `probation` steps longer.
+    """
+
+    probation: int = 16
+
+    def __post_init__(self):
+        if self.probation < 0:
+            raise ValueError(f"two-queue probation is {self.probation} but must not be negative")
+
+    def touch(self, priority, was_free, step, score):
+        return jnp.where(was_free, step - self.probation, step)
+
+    def rebase(self, priority, shift):
+        return _shift_down(priority, shift)
+
+
+@dataclasses.dataclass(frozen=True)
+class Belady:
+    """The row whose next use is farthest away leaves first: no policy recalls fewer rows. Only a replay can know it.
+
+    `sees_ahead` asks the replay to hand over, in place of the score, minus the step of the row's next use (-inf where
+    it has none).
+    """
+
+    sees_ahead: ClassVar[bool] = True
+
+    def touch(self, priority, was_free, step, score):
+        return jnp.maximum(score, jnp.float32(LOWEST)).astype(jnp.int32)
+
+    def rebase(self, priority, shift):
+        return priority  # steps of a trace, which are counted from its beginning
+
+
+POLICIES = {"lru": Lru, "lfu": Lfu, "score": ScoreWeighted, "clock": Clock, "two-queue": TwoQueue}
+
+REPLAY_ONLY = {"belady": Belady}
+"""Policies that need to know what later steps select."""

@@ -7,7 +7,7 @@ and `predict` vmap it over seats and hold the rules that no policy can break. No
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -138,4 +138,126 @@ class Random:
         return memory[0] + self.deviation * jax.random.normal(key)
 
 
-POLICIES = {"ema": Ema, "last": Last, "fixed": Fixed, "never": Never, "always": Always, "random": Random}
+@dataclasses.dataclass(frozen=True)
+class Quantile:
+    """A quantile of the last `window` k-th scores, linear between neighbours: 0.5 is their median, 0 the lowest."""
+
+    share: float = 0.5
+    window: int = 8
+
+    def __post_init__(self):
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"quantile share is {self.share} but must lie in [0, 1]")
+        if self.window < 1:
+            raise ValueError(f"quantile window is {self.window} but must be at least 1 score")
+
+    def init(self):
+        return (jnp.zeros((self.window,), jnp.float32), jnp.int32(0))
+
+    def update(self, memory, kth_score):
+        scores, seen = memory
+        return (scores.at[seen % self.window].set(kth_score), seen + 1)
+
+    def value(self, memory):
+        scores, seen = memory
+        known = jnp.minimum(seen, self.window)
+        ordered = jnp.sort(jnp.where(jnp.arange(self.window) < known, scores, jnp.inf))
+        place = jnp.float32(self.share) * jnp.maximum(known - 1, 0).astype(jnp.float32)
+        low = jnp.floor(place).astype(jnp.int32)
+        high = jnp.minimum(low + 1, jnp.maximum(known - 1, 0))
+        between = ordered[low] + (place - low.astype(jnp.float32)) * (ordered[high] - ordered[low])
+        return jnp.where(seen > 0, between, NO_HISTORY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trend:
+    """Exponential moving average of the k-th score and of its slope (Holt's linear smoothing): value = level + slope.
+
+    level' = alpha * score + (1 - alpha) * (level + slope); slope' = beta * (level' - level) + (1 - beta) * slope. The
+    first score is the level, without a slope.
+    """
+
+    alpha: float = 0.5
+    beta: float = 0.25
+
+    def __post_init__(self):
+        for name in ("alpha", "beta"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"trend {name} is {getattr(self, name)} but must lie in (0, 1]")
+
+    def init(self):
+        return (jnp.float32(NO_HISTORY), jnp.float32(0.0))
+
+    def update(self, memory, kth_score):
+        level, slope = memory
+        raised = self.alpha * kth_score + (1 - self.alpha) * (level + slope)
+        turned = self.beta * (raised - level) + (1 - self.beta) * slope
+        goes_on = jnp.isfinite(level + slope) & jnp.isfinite(raised)
+        return (jnp.where(goes_on, raised, kth_score), jnp.where(goes_on, turned, 0.0))
+
+    def value(self, memory):
+        return memory[0] + memory[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Margin:
+    """Another policy's value less z times its running error, the moving average (coefficient 0.5) of |score - value|.
+
+    z > 0 takes more candidates, z < 0 fewer, each in proportion to how far the policy has been off.
+    """
+
+    policy: ThresholdPolicy = Ema()
+    z: float = 1.0
+
+    def __post_init__(self):
+        if not isinstance(self.policy, ThresholdPolicy):
+            raise ValueError(f"margin shifts a threshold policy, which {self.policy!r} is not; name one, such as ema")
+
+    def init(self):
+        return (self.policy.init(), jnp.float32(0.0))
+
+    def update(self, memory, kth_score):
+        inner, error = memory
+        off = jnp.abs(kth_score - jnp.asarray(self.policy.value(inner), jnp.float32))
+        error = jnp.where(jnp.isfinite(off), 0.5 * off + 0.5 * error, error)
+        return (self.policy.update(inner, kth_score), error)
+
+    def value(self, memory):
+        inner, error = memory
+        return jnp.asarray(self.policy.value(inner), jnp.float32) - self.z * error
+
+
+@dataclasses.dataclass(frozen=True)
+class Clairvoyant:
+    """The k-th score that the step will turn out to have: what no predictor can beat. Only a replay can know it.
+
+    `sees_ahead` asks the replay to observe before it predicts. The value lies one place below the score, so that the
+    k-th row itself stands above it.
+    """
+
+    sees_ahead: ClassVar[bool] = True
+
+    def init(self):
+        return jnp.float32(NO_HISTORY)
+
+    def update(self, memory, kth_score):
+        return jnp.nextafter(kth_score, jnp.float32(-jnp.inf))
+
+    def value(self, memory):
+        return memory
+
+
+POLICIES = {
+    "ema": Ema,
+    "last": Last,
+    "fixed": Fixed,
+    "never": Never,
+    "always": Always,
+    "random": Random,
+    "quantile": Quantile,
+    "trend": Trend,
+    "margin": Margin,
+}
+
+REPLAY_ONLY = {"clairvoyant": Clairvoyant}
+"""Policies that need a step's outcome before the step."""

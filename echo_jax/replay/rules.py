@@ -1,0 +1,66 @@
+"""Selection rules: which rows a system attends, and which it fetches ahead without a threshold.
+
+ECHO's rule is `Exact`: the exact top-k is attended, and a threshold decides what is copied ahead. Other systems are
+other rules over the same steps (`rivals`). Knows one step of one layer; knows no pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+
+from echo_jax.traces import StepScores
+
+INDEXER, LAYER = "indexer", "layer"
+"""What a system's early copies have time to hide behind: this layer's scoring, or one whole layer."""
+
+
+class Facts(NamedTuple):
+    """One step of one layer, as every rule and policy of a replay sees it."""
+
+    scores: StepScores
+    step: jax.Array  # i32[]
+    visible: jax.Array  # i32[R]  0 where there is no query
+    exact: jax.Array  # i32[R, K]  the exact top-k, ascending, then NO_POSITION
+    kth_score: jax.Array  # f32[R]
+    is_exact: jax.Array  # bool[R, P]  the same set as a mask
+
+
+class Choice(NamedTuple):
+    """What a rule does with a step."""
+
+    attended: jax.Array  # i32[R, A]  positions that must be resident, each once, then or between NO_POSITION
+    ahead: jax.Array | None  # i32[R, E]  positions fetched ahead, those that are absent; None: the threshold decides
+    runs: jax.Array  # bool[R]  the request takes part in this step
+    warm: jax.Array | None = None  # i32[R, W]  made resident, uncounted, before the step; only where a request starts
+
+
+class Rule(Protocol):
+    """A system's way of selecting. A frozen dataclass, static in a compiled replay."""
+
+    hides_behind: ClassVar[str]  # INDEXER or LAYER
+    is_lossless: ClassVar[bool]  # attends the exact set, whatever happens
+
+    def init(self, requests: int, positions: int, top_k: int) -> Any:
+        """Memory before the first step."""
+        ...
+
+    def choose(self, memory: Any, facts: Facts) -> tuple[Any, Choice]:
+        """The choice of one step. Traced; what the trace lacks is None in `facts.scores` already when tracing."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """Attend the exact top-k; the threshold policy decides what is copied ahead. ECHO."""
+
+    hides_behind: ClassVar[str] = INDEXER
+    is_lossless: ClassVar[bool] = True
+
+    def init(self, requests, positions, top_k):
+        return ()
+
+    def choose(self, memory, facts):
+        return memory, Choice(facts.exact, None, facts.scores.active)
