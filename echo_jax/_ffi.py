@@ -14,7 +14,7 @@ import functools
 import importlib.resources
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,11 @@ from echo_jax import _compat
 ENVIRONMENT_SWITCH = "ECHO_JAX_FFI"
 LIBRARY_VERSION = 2  # kLibraryVersion in targets.h
 BUILD_COMMAND = "pip install scikit-build-core cmake ninja && pip install --no-build-isolation --no-deps -e ."
+CUDA_BUILD_COMMAND = f"export CUDACXX=/usr/local/cuda/bin/nvcc && {BUILD_COMMAND}"
+
+# Which form of an operation that the library and jnp both have: the best there is, the library, the library on a CUDA
+# device, or jnp.
+IMPLEMENTATIONS = ("auto", "ffi", "cuda", "jnp")
 
 # Python's platform name -> (XLA's platform name, suffix of the handler symbols).
 _PLATFORMS = {"cpu": ("cpu", "Cpu"), "gpu": ("CUDA", "Cuda"), "cuda": ("CUDA", "Cuda")}
@@ -61,6 +66,39 @@ def why_unavailable(platform: str | None = None) -> str | None:
     if platform not in _PLATFORMS:
         return f"the library has no handlers for platform {platform!r}, only for {sorted(_PLATFORMS)}"
     return _register(*_PLATFORMS[platform])
+
+
+def serves(what: str, implementation: str, platform: str | None = None) -> bool:
+    """Whether `implementation` of `what` (words for the error) means the library on `platform` (default: the default
+    backend).
+
+    "auto" is the library where it can be called, "jnp" never. "ffi" is the library or RuntimeError with the reason and
+    the remedy; "cuda" the same, and the platform must be a CUDA device. ValueError for another word.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{what} is {implementation!r} but must be one of {', '.join(IMPLEMENTATIONS)}")
+    if implementation == "jnp":
+        return False
+    platform = jax.default_backend() if platform is None else platform
+    reason = why_unavailable(platform)
+    if implementation == "cuda" and reason is None and _PLATFORMS[platform][0] != "CUDA":
+        reason = (
+            f"it needs a CUDA device but runs on {platform!r}; start with JAX_PLATFORMS=cuda,cpu on a machine with an "
+            "NVIDIA GPU, or use 'ffi', which is the library on any platform it serves"
+        )
+    if reason is not None and implementation != "auto":
+        raise RuntimeError(f"{what} {implementation!r} is not available: {reason}")
+    return reason is None
+
+
+def register_for(platform: str) -> None:
+    """Registers the targets for a platform that this process need not have, as ahead-of-time compiles want it.
+
+    RuntimeError, with the reason and the remedy, where the library has none.
+    """
+    reason = why_unavailable(platform)
+    if reason is not None:
+        raise RuntimeError(f"the library's targets cannot be registered for {platform!r}: {reason}")
 
 
 def library_path() -> Path | None:
@@ -120,17 +158,61 @@ def _register(xla_platform: str, suffix: str) -> str | None:
     library = _library()
     if isinstance(library, str):
         return library
-    jax.devices()  # a registration before the backend exists would be deferred, and its errors with it
-    try:
-        handlers = {target: getattr(library, symbol + suffix) for target, symbol in _TARGETS.items()}
-    except AttributeError:
-        return f"the library was built without handlers for {xla_platform}; see ffi/README.md"
-    for target, handler in handlers.items():
+    devices = jax.devices()  # a registration before the backend exists would be deferred, and its errors with it
+    if suffix == "Cuda" and (reason := _why_other_gpu(cuda_architectures(library), devices)):
+        return reason
+    missing = []
+    for target, symbol in _TARGETS.items():
+        handler = getattr(library, symbol + suffix, None)
+        if handler is None:
+            missing.append(target)
+            continue
         try:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform=xla_platform)
         except Exception as error:  # whatever XLA answers, the answer to the caller is the same
             return f"XLA refused {target}: {error}; rebuild it with: {BUILD_COMMAND}"
+    if not missing:
+        return None
+    if suffix == "Cuda":
+        return (
+            f"the library was built without CUDA handlers for {', '.join(missing)}, as where no nvcc is found that "
+            f"compiles for the GPU; build it with: {CUDA_BUILD_COMMAND}"
+        )
+    return f"the library was built without {', '.join(missing)}; rebuild it with: {BUILD_COMMAND}"
+
+
+def cuda_architectures(library: ctypes.CDLL) -> tuple[str, ...]:
+    """What the CUDA handlers were compiled for, as ("90a",); empty where there are none."""
+    library.EchoCudaArchitectures.restype = ctypes.c_char_p
+    return tuple(name for name in library.EchoCudaArchitectures().decode().split(",") if name)
+
+
+def _why_other_gpu(architectures: Sequence[str], devices: Sequence[Any]) -> str | None:
+    """Why code for `architectures` does not run on the GPUs among `devices`, or None: without a GPU nothing is refused.
+
+    An architecture that ends in a letter ("90a") runs on that one only; a plain number on its generation from there on.
+    """
+    if not architectures:
+        return None  # no handlers at all, which is said elsewhere
+    for device in devices:
+        capability = getattr(device, "compute_capability", None) if device.platform == "gpu" else None
+        if capability is None:
+            continue
+        number = int(str(capability).replace(".", ""))
+        if not any(_runs_on(architecture, number) for architecture in architectures):
+            built_for = ", ".join(f"sm_{architecture}" for architecture in architectures)
+            return (
+                f"the library was built for {built_for} but this GPU is sm_{number} ({device.device_kind}); build it "
+                f"with -C cmake.define.ECHO_CUDA_ARCHITECTURES={number} added to: {CUDA_BUILD_COMMAND}"
+            )
     return None
+
+
+def _runs_on(architecture: str, number: int) -> bool:
+    if architecture[-1].isalpha():
+        return architecture[:-1] == str(number)
+    built = int(architecture.partition("-")[0])
+    return built <= number and built // 10 == number // 10
 
 
 # ---- the targets -----------------------------------------------------------------------------------------

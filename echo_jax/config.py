@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from echo_jax import _ffi
 from echo_jax.formats import KeyFormat, RecordFormat
 from echo_jax.types import PAGE, EvictionPolicy, ThresholdPolicy
 
@@ -70,8 +71,10 @@ class CacheConfig:
         if not 0 <= self.warm_windows <= self.chunk:
             raise ValueError(f"warm_windows is {self.warm_windows} but must lie in 0..{self.chunk}, the chunk")
         for name in ("host_memory", "top_k_implementation"):
-            if getattr(self, name) not in ("auto", "ffi", "jnp"):
-                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; use 'auto', 'ffi' or 'jnp'")
+            if getattr(self, name) not in _ffi.IMPLEMENTATIONS:
+                raise ValueError(
+                    f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(_ffi.IMPLEMENTATIONS)}"
+                )
 
     def _check_pool(self):
         needed = self.seats * self.tokens_per_step * (self.top_k + 1)

@@ -36,7 +36,7 @@ from jax.typing import DTypeLike
 from echo_jax import _compat, _ffi
 from echo_jax.types import NO_ROW, SOURCE_HOST
 
-IMPLEMENTATIONS = ("auto", "ffi", "jnp")
+IMPLEMENTATIONS = _ffi.IMPLEMENTATIONS
 
 # Records are moved as whole words on every platform.
 WORD_BYTES = 4
@@ -52,19 +52,10 @@ class HostMemory(enum.Enum):
 def choose(platform: str | None = None, implementation: str = "auto") -> HostMemory:
     """The host memory to use on `platform` ("cpu", "gpu"; default: the default backend).
 
-    "auto" takes PINNED where the shared library can serve it and ORDINARY elsewhere. "ffi" is PINNED or
-    RuntimeError with the reason and the command that builds the library. "jnp" is ORDINARY.
+    PINNED where `implementation` (_ffi.serves) means the shared library: "auto" where it can serve the platform, "ffi"
+    and "cuda" always, or RuntimeError with the reason and the remedy. "jnp" is ORDINARY.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation is {implementation!r} but must be one of {', '.join(IMPLEMENTATIONS)}")
-    if implementation == "jnp":
-        return HostMemory.ORDINARY
-    reason = _ffi.why_unavailable(platform)
-    if reason is None:
-        return HostMemory.PINNED
-    if implementation == "ffi":
-        raise RuntimeError(f"host memory implementation 'ffi' is not available: {reason}")
-    return HostMemory.ORDINARY
+    return HostMemory.PINNED if _ffi.serves("host memory", implementation, platform) else HostMemory.ORDINARY
 
 
 def create_pool(

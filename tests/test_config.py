@@ -55,8 +55,8 @@ CONFIG = CacheConfig(
         ({"warm_windows": -1}, ["warm_windows is -1", "0..512, the chunk"]),
         ({"chunk": 64, "warm_windows": 65}, ["warm_windows is 65", "0..64, the chunk"]),
         ({"warm_windows": 8}, ["holds 36 rows", "8 windows of 5", "may need 40", "raise device_slots or lower warm_"]),
-        ({"host_memory": "cuda"}, ["host_memory 'cuda'", "use 'auto', 'ffi' or 'jnp'"]),
-        ({"top_k_implementation": "cuda"}, ["top_k_implementation 'cuda'", "use 'auto', 'ffi' or 'jnp'"]),
+        ({"host_memory": "rdma"}, ["host_memory 'rdma'", "one of auto, ffi, cuda, jnp"]),
+        ({"top_k_implementation": "rdma"}, ["top_k_implementation 'rdma'", "one of auto, ffi, cuda, jnp"]),
         # One slot short: three seats of two tokens may protect 3 * 2 * (5 + 1) rows in one step.
         (
             {"device_slots": 35},

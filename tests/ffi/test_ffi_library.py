@@ -84,8 +84,8 @@ def test_choices(library):
     assert hostmem.choose("cpu") is HostMemory.PINNED
     assert hostmem.choose("cpu", "ffi") is HostMemory.PINNED
     assert hostmem.choose("cpu", "jnp") is HostMemory.ORDINARY
-    with pytest.raises(ValueError, match="'cuda' but must be one of auto, ffi, jnp"):
-        hostmem.choose("cpu", "cuda")
+    with pytest.raises(ValueError, match="'rdma' but must be one of auto, ffi, cuda, jnp"):
+        hostmem.choose("cpu", "rdma")
 
 
 # ---- old or foreign --------------------------------------------------------------------------------------
