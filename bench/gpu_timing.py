@@ -96,7 +96,7 @@ def graph_time(
     """Time per call, us, inside one CUDA graph: `calls` times (overwrite the L2, call), less as many overwrites alone.
 
     The median is the difference of the two programs' median wall clocks over `calls`; p10 and p90 are those of the
-    longer program, less the same median. Use `kernel_times` for a kernel's own time; this one shows whether gaps add to it.
+    longer program, less the same median. `kernel_times` has a kernel's own time; this one shows what gaps add to it.
     """
 
     def program(with_calls: bool):

@@ -1,1 +1,9 @@
-"""Kernels: they know arrays, never caches."""
+"""Kernels: they know arrays, never caches.
+
+One folder a kernel, with the same files in each: its meaning (`reference`), named data (`cases`), one file for each
+backend, tile sizes (`tuned.json`). Callers come through `dispatch`, whose functions are here by name.
+"""
+
+from pallas_kernels.dispatch import indexer_scores
+
+__all__ = ["indexer_scores"]

@@ -1,0 +1,1 @@
+"""Index scores over paged keys. README.md says what is computed, how, and what bounds it."""
