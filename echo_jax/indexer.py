@@ -17,9 +17,6 @@ from jax import lax
 from echo_jax import _ffi
 from echo_jax.types import NO_POSITION
 
-IMPLEMENTATIONS = ("auto", "ffi", "jnp")
-"""Who selects: the best there is, the shared library, or jnp."""
-
 MINUS_ZERO = np.uint32(0x80000000)
 """The bits of -0."""
 
@@ -53,8 +50,8 @@ def select(score: jax.Array, visible: jax.Array, top_k: int, implementation: str
     """The top_k best of the first visible positions of each row; all of them where fewer are visible.
 
     score f32|bf16[N, P], visible i32[N] -> positions i32[N, min(top_k, P)]. -0 is a kth_score of +0, and every NaN the
-    same NaN; a visible length outside 0..P means the nearer end. "jnp" and "ffi" (echo_top_k of the library) agree
-    bit for bit; "auto" takes the library where it serves the default backend. RuntimeError where "ffi" cannot.
+    same NaN; a visible length outside 0..P means the nearer end. The implementations (_ffi.IMPLEMENTATIONS; the
+    library's is echo_top_k) agree bit for bit. RuntimeError where the one named cannot serve the default backend.
     """
     if score.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"score is {score.dtype} but must be float32 or bfloat16; convert it")
@@ -68,16 +65,16 @@ def select(score: jax.Array, visible: jax.Array, top_k: int, implementation: str
 
 def uses_library(top_k: int, implementation: str = "auto") -> bool:
     """Whether `select` of so many takes the library; RuntimeError where it is asked for by name and cannot serve."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation is {implementation!r} but must be one of {', '.join(IMPLEMENTATIONS)}")
-    if implementation == "jnp":
+    if not _ffi.serves("top-k implementation", implementation):
         return False
-    reason = _ffi.why_unavailable()
-    if reason is None and top_k > _ffi.GPU_MAX_TOP_K and jax.default_backend() != "cpu":
-        reason = f"top_k is {top_k} but a GPU selects at most {_ffi.GPU_MAX_TOP_K} by it; use 'jnp'"
-    if reason is not None and implementation == "ffi":
-        raise RuntimeError(f"top-k implementation 'ffi' is not available: {reason}")
-    return reason is None
+    if top_k <= _ffi.GPU_MAX_TOP_K or jax.default_backend() == "cpu":
+        return True
+    if implementation == "auto":
+        return False
+    raise RuntimeError(
+        f"top-k implementation {implementation!r} is not available: top_k is {top_k} but a GPU selects at most "
+        f"{_ffi.GPU_MAX_TOP_K} by the library; use 'jnp'"
+    )
 
 
 def _select_with_jnp(score: jax.Array, visible: jax.Array, top_k: int) -> Selection:

@@ -107,7 +107,9 @@ def calls_library(implementation):
 
 def test_choices():
     assert calls_library("auto") and calls_library("ffi") and not calls_library("jnp")
-    with pytest.raises(ValueError, match="'cuda' but must be one of auto, ffi, jnp"):
+    with pytest.raises(ValueError, match="'rdma' but must be one of auto, ffi, cuda, jnp"):
+        calls_library("rdma")
+    with pytest.raises(RuntimeError, match="'cuda' is not available: it needs a CUDA device but runs on 'cpu'"):
         calls_library("cuda")
 
 
@@ -131,7 +133,7 @@ def test_a_gpu_has_a_largest_k(monkeypatch):
     monkeypatch.setattr(_ffi, "why_unavailable", lambda platform=None: None)
     too_many = _ffi.GPU_MAX_TOP_K + 1
     assert indexer.uses_library(too_many - 1) and not indexer.uses_library(too_many)
-    with pytest.raises(RuntimeError, match="top_k is 4097 but a GPU selects at most 4096 by it; use 'jnp'"):
+    with pytest.raises(RuntimeError, match="top_k is 4097 but a GPU selects at most 4096 by the library"):
         indexer.uses_library(too_many, "ffi")
 
 
