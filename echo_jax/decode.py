@@ -17,6 +17,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from echo_jax import recall
 from echo_jax import state as state_lib
 from echo_jax.config import CacheConfig
 from echo_jax.eviction import Lru
@@ -118,6 +119,12 @@ def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: Dec
     layers, outputs = list(state.layers), []
     for index, weights in enumerate(params["layers"]):
         inputs = _by_seat(dsa.project(weights, hidden, positions, model), tokens.shape)
+        shared = outputs[-1] if model.layer_kinds[index] == SHARED else None
+        staging = None
+        if shared is not None and state.host_pool is not None and cache.read_ahead:
+            # It waits for the selected set alone, so a graph runs it beside everything since the full layer.
+            selected = shared.selection.positions
+            staging = recall.read_ahead(cache, layers[index], state.host_pool, jnp.int32(index), view, selected)
         layers[index], output = echo_layer(
             cache,
             layers[index],
@@ -126,7 +133,8 @@ def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: Dec
             view,
             inputs,
             scale=model.attention_scale,
-            shared=outputs[-1] if model.layer_kinds[index] == SHARED else None,
+            shared=shared,
+            staging=staging,
         )
         attended = output.attended.reshape(positions.shape[0], *output.attended.shape[2:])
         hidden = dsa.finish(weights, hidden, attended, model, model.mlp_kinds[index])

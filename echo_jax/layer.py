@@ -20,7 +20,7 @@ from echo_jax.config import CacheConfig
 from echo_jax.indexer import Selection
 from echo_jax.recall import StepView
 from echo_jax.stats import Moved
-from echo_jax.types import NO_POSITION, PAGE, LayerState
+from echo_jax.types import NO_POSITION, PAGE, LayerState, Staging
 
 Selector = Callable[[jax.Array, jax.Array, int], Selection]
 """(score f32[N, P], visible i32[N], K) -> Selection."""
@@ -57,18 +57,20 @@ def echo_layer(
     *,
     scale: float,
     shared: LayerOutput | None = None,
+    staging: Staging | None = None,
     selector: Selector | None = None,
 ) -> tuple[LayerState, LayerOutput]:
     """Attention of one layer over a cache whose records live on the host.
 
     On return the layer's maps and pool hold every selected row. `shared` is the output of the full layer whose selected
-    set this layer reuses; without it the layer scores and selects for itself, by `selector` or else the exact top-k.
+    set this layer reuses, and `staging` what `recall.read_ahead` copied for it; without `shared` the layer scores,
+    copies ahead and selects for itself, by `selector` or else the exact top-k.
     """
     # Finished values go in: what XLA fuses into projections must not depend on whether the cache is offloaded.
     inputs = lax.optimization_barrier(inputs)
     layer = jnp.asarray(layer, jnp.int32)
     new_records = config.records.encode(inputs.record)
-    staging = recall.no_staging(config, view.rows.shape[0])
+    staging = recall.no_staging(config, view.rows.shape[0]) if staging is None else staging
     if shared is None:
         state = append(config, state, view, inputs)
         score = score_positions(config, state, view, inputs)

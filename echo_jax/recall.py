@@ -6,6 +6,7 @@ answer possible: on return every selected row and every new row has a slot that 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -54,15 +55,11 @@ def prefetch(
     assert state.slots is not None
     if config.staging == 0:
         return no_staging(config, view.rows.shape[0])
-    positions = jnp.arange(view.rows.shape[1], dtype=jnp.int32)
-    is_old = (positions[None] < view.lengths[:, None]) & (view.rows != NO_ROW)
-    is_absent = is_old & (pool.lookup(state.slots, view.rows) < 0)
     allowed = jnp.floor(view.lengths.astype(jnp.float32) * config.prefetch_per_position)
     allowed = jnp.where(view.lengths > 0, jnp.minimum(allowed, config.staging), 0.0)  # 0 * inf is NaN
+    is_absent = _is_absent(state.slots, view)
     found, refused = prefetch_candidates(score, threshold, is_absent, allowed.astype(jnp.int32), config.staging)
-    rows = rows_at(view.rows, found)
-    records = hostmem.read_rows(host_pool, layer, rows.reshape(-1))
-    return Staging(rows, records.reshape(*rows.shape, *config.records.shape), refused)
+    return _stage(config, host_pool, layer, view, found, refused)
 
 
 def prefetch_candidates(
@@ -73,13 +70,56 @@ def prefetch_candidates(
     score f32[B, T, P]: a position is a candidate if any of its seat's queries scores above threshold f32[B] and
     is_absent bool[B, P] (written before this step, and not resident). The lowest cap i32[B] <= S positions win.
     """
-    passes = jnp.any(score > threshold[:, None, None], axis=1) & is_absent
-    running = jnp.cumsum(passes, axis=-1, dtype=jnp.int32)
+    return _lowest(jnp.any(score > threshold[:, None, None], axis=1) & is_absent, cap, staging)
+
+
+def read_ahead(
+    config: CacheConfig,
+    state: LayerState,
+    host_pool: jax.Array,
+    layer: jax.Array,
+    view: StepView,
+    selected: jax.Array,
+) -> Staging:
+    """Copies rows that will certainly be selected: a shared layer's set, selected i32[B, T, K], is known from the full
+    layer before it, so what this layer misses can cross the link while the layers between compute.
+
+    Only rows written before this step and not resident, each once; at most S of a seat, the lowest positions first.
+    """
+    assert state.slots is not None
+    seats, capacity = view.rows.shape
+    if config.staging == 0:
+        return no_staging(config, seats)
+    at = jnp.where(selected == NO_POSITION, capacity, selected).reshape(seats, -1)
+    is_selected = jax.vmap(lambda at: jnp.zeros((capacity,), bool).at[at].set(True, mode="drop"))(at)
+    cap = jnp.full((seats,), config.staging, jnp.int32)
+    found, refused = _lowest(is_selected & _is_absent(state.slots, view), cap, config.staging)
+    return _stage(config, host_pool, layer, view, found, refused)
+
+
+def _is_absent(maps: SlotMaps, view: StepView) -> jax.Array:
+    """bool[B, P]: written before this step, and not resident."""
+    positions = jnp.arange(view.rows.shape[1], dtype=jnp.int32)
+    is_old = (positions[None] < view.lengths[:, None]) & (view.rows != NO_ROW)
+    return is_old & (pool.lookup(maps, view.rows) < 0)
+
+
+def _lowest(mask: jax.Array, cap: jax.Array, staging: int) -> tuple[jax.Array, jax.Array]:
+    """i32[B, S]: the lowest positions where mask bool[B, P] is set, cap i32[B] <= S at most; i32[B]: how many more."""
+    running = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     ranks = jnp.arange(staging, dtype=jnp.int32)
-    found = jax.vmap(lambda count: jnp.searchsorted(count, ranks + 1).astype(jnp.int32))(running)
+    # Unrolled: a loop would leave the captured graph of a GPU.
+    search = functools.partial(jnp.searchsorted, method="scan_unrolled")
+    found = jax.vmap(lambda count: search(count, ranks + 1).astype(jnp.int32))(running)
     total = running[:, -1]
     taken = jnp.minimum(total, cap)
     return jnp.where(ranks[None] < taken[:, None], found, NO_POSITION), total - taken
+
+
+def _stage(config: CacheConfig, host_pool, layer, view: StepView, found: jax.Array, refused: jax.Array) -> Staging:
+    rows = rows_at(view.rows, found)
+    records = hostmem.read_rows(host_pool, layer, rows.reshape(-1))
+    return Staging(rows, records.reshape(*rows.shape, *config.records.shape), refused)
 
 
 def require(
@@ -144,7 +184,15 @@ def plan(
     scores = jnp.concatenate([jnp.full((seats, count), -jnp.inf), selected_scores.reshape(seats, -1)], axis=1)
     rows = wanted.reshape(-1)
     priority = config.eviction.touch(*pool.before_touch(maps, rows), view.step, scores.reshape(-1))
-    return pool.allocate(maps, rows, priority, staged_rows.reshape(-1), per_seat=wanted.shape[1], new_per_seat=count)
+    return pool.allocate(
+        maps,
+        rows,
+        priority,
+        staged_rows.reshape(-1),
+        per_seat=wanted.shape[1],
+        new_per_seat=count,
+        implementation=config.slot_manager,
+    )
 
 
 def rows_at(rows: jax.Array, positions: jax.Array) -> jax.Array:

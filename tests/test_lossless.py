@@ -109,6 +109,24 @@ def test_shared_index_layers():
     run_both(PLAIN | {"tokens": 2, "eviction": "clock"}, model=GLM)
 
 
+@pytest.mark.parametrize("cap", [1, scenarios.TOP_K])
+def test_a_shared_layers_rows_are_read_ahead(cap):
+    """What the full layer selected is known a layer early: the shared layer's misses come from staging, and nothing
+    that is read ahead is wasted but a row that two seats share."""
+    setting = PLAIN | {"cap": cap, "threshold": "never"}
+    config = scenarios.cache(setting, offload=True, model=GLM)
+    config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, read_ahead=True))
+    ours = scenarios.Run(config, scenarios.parameters(GLM))
+    ours.history()
+    reference = scenarios.resident(setting["records"], setting["keys"], setting["tokens"], "plain", GLM)
+    assert scenarios.differences(ours, reference) == []
+    scenarios.check_invariants(ours)
+    total = jax.tree.map(lambda *counts: np.sum(counts, axis=0), *ours.moved)
+    assert total.staged[1] > 0 and (total.staged[[0, 2]] == 0).all(), "only the shared layer reads ahead"
+    assert total.useful[1] > 0.7 * total.staged[1]
+    assert (total.recalled[1] == 0) == (cap == scenarios.TOP_K), "the cap, and nothing else, leaves rows to recall"
+
+
 @pytest.mark.parametrize("eviction", ["score", "clock"])
 def test_rotated_keys_and_the_other_evictions(eviction):
     threshold = {"score": "garbage", "clock": "random"}[eviction]

@@ -1,0 +1,179 @@
+"""The whole step, compiled for an H200: one captured graph, everything in place, and the host pool never copied.
+
+What only the GPU can show (bits, time) is not here; what XLA made of the step is. A variant that leaves the graph, or
+that makes XLA copy a pool, is found on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from echo_jax import _ffi, decode
+from echo_jax import state as state_lib
+from tests import scenarios
+from tests.aot.compile import Compiled, compile_for_h200, cpu_mesh, device, host, why_not
+from tests.test_lossless import GLM, PLAIN
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+
+SEATS = 3
+VARIANTS = {
+    "plain": {},
+    "no_prefetch": {"staging": 0},
+    "four_tokens": {"tokens_per_step": 4},
+    "jnp_manager": {"slot_manager": "jnp"},
+    "read_ahead": {"read_ahead": True},
+    "fp8": {"fp8": True},
+    "four_tokens_jnp_manager_read_ahead": {"tokens_per_step": 4, "slot_manager": "jnp", "read_ahead": True},
+    "resident": {"offload": False},
+    "resident_four_tokens": {"offload": False, "tokens_per_step": 4},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cuda_handlers():
+    """The library's CUDA handlers, without which XLA does not know whether a call may join a graph. Where a CUDA
+    compiler is, their absence is a failure and not a reason to skip."""
+    try:
+        _ffi.register_for("gpu")
+    except RuntimeError as error:
+        if shutil.which("nvcc"):
+            pytest.fail(f"there is a CUDA compiler, but no handlers: {error}")
+        pytest.skip(str(error))
+
+
+def configure(offload: bool = True, fp8: bool = False, tokens_per_step: int = 1, **changes) -> decode.DecodeConfig:
+    setting = PLAIN | {"tokens": tokens_per_step} | ({"records": "fp8", "keys": "fp8"} if fp8 else {})
+    config = scenarios.cache(setting, offload=offload, model=GLM)
+    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, **changes))
+
+
+def arguments(config: decode.DecodeConfig):
+    """Parameters, state and tokens as shapes, each in its memory."""
+
+    def shapes(tree):
+        return jax.tree.map(lambda leaf: device(leaf.shape, leaf.dtype), tree)
+
+    state = jax.eval_shape(lambda: state_lib.create(dataclasses.replace(config.cache, host_memory="jnp")))
+    placed = shapes(state)
+    if state.host_pool is not None:
+        placed = placed.replace(host_pool=host(state.host_pool.shape, state.host_pool.dtype))
+    return shapes(scenarios.parameters(GLM)), placed, device((SEATS, config.cache.tokens_per_step), jnp.int32)
+
+
+def compile_step(config: decode.DecodeConfig) -> Compiled:
+    def step(params, state, tokens):
+        return decode.step(params, state, tokens, config=config)
+
+    return compile_for_h200(step, *arguments(config), donate_argnums=1)
+
+
+def bytes_of(tree) -> int:
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def top_level(compiled: Compiled) -> list[str]:
+    """Kinds of the thunks that the host launches one by one."""
+    return re.findall(r"^\d+: (k\w+)", compiled.thunks, flags=re.MULTILINE)
+
+
+def copies_of(compiled: Compiled, shape: tuple[int, ...]) -> list[str]:
+    dimensions = re.escape(f"[{','.join(map(str, shape))}]")
+    return re.findall(rf"^.*{dimensions}\S* copy(?:-start)?\(.*$", compiled.text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_step_is_one_graph_in_place(variant):
+    config = configure(**VARIANTS[variant])
+    compiled = compile_step(config)
+    _, state, _ = arguments(config)
+
+    assert top_level(compiled) == ["kCommandBuffer"], f"launched one by one: {top_level(compiled)}"
+    memory = compiled.memory
+    on_host = bytes_of(state.host_pool)
+    assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes == on_host
+    assert memory.alias_size_in_bytes == bytes_of(state) - on_host, "some part of the state is not updated in place"
+    assert memory.host_temp_size_in_bytes == 0
+    assert not copies_of(compiled, state.layers[0].records.shape)
+    if state.host_pool is not None:
+        assert not copies_of(compiled, state.host_pool.shape)
+        calls = re.findall(r'custom_call_target="(echo_\w+)"', compiled.text)
+        layers = config.cache.num_layers
+        assert calls.count("echo_recall") == layers and calls.count("echo_write_back") == 1
+        assert calls.count("echo_allocate") == (layers if config.cache.slot_manager == "auto" else 0)
+        full = config.cache.layer_kinds.count("full")
+        ahead = (full if config.cache.staging else 0) + (layers - full if config.cache.read_ahead else 0)
+        assert calls.count("echo_read_rows") == ahead
+
+
+def test_a_step_without_graphs_is_told_apart():
+    """The test above can fail: with command buffers switched off the host launches everything itself."""
+    config = configure(offload=False)
+
+    def step(params, state, tokens):
+        return decode.step(params, state, tokens, config=config)
+
+    compiled = compile_for_h200(step, *arguments(config), donate_argnums=1, flags={"xla_gpu_enable_command_buffer": ""})
+    assert top_level(compiled) != ["kCommandBuffer"]
+
+
+def test_several_steps_in_one_loop_copy_no_pool():
+    """`decode_many` scans over tokens: the loop runs on the host, each turn is a graph, and the pools stay in place."""
+    config = configure()
+    params, state, _ = arguments(config)
+
+    def many(params, state, tokens, seeds):
+        return decode.decode_many(params, state, tokens, seeds, config=config, steps=4)
+
+    compiled = compile_for_h200(
+        many, params, state, device((SEATS,), jnp.int32), device((SEATS,), jnp.uint32), donate_argnums=1
+    )
+    assert "kWhile" in compiled.thunks and "kCommandBuffer" in compiled.thunks
+    assert compiled.memory.host_temp_size_in_bytes == 0
+    assert compiled.memory.host_alias_size_in_bytes == bytes_of(state.host_pool)
+    assert state.host_pool is not None and not copies_of(compiled, state.host_pool.shape)
+
+
+def test_eight_gpus_under_shard_map():
+    """Every GPU steps its own seats, pools and host pool; the step is one graph on each."""
+    config, workers = configure(), 8
+    if jax.device_count() < workers:
+        pytest.skip(f"needs {workers} CPU devices to lower on, there are {jax.device_count()}")
+    mesh = cpu_mesh(workers, "worker")
+    params, state, tokens = arguments(config)
+    specs = decode.partition_specs(state, "worker")
+
+    def whole(leaf, spec):
+        shape = list(leaf.shape)
+        for dimension, name in enumerate(spec):
+            shape[dimension] *= workers if name else 1
+        kind = leaf.sharding.memory_kind
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind))
+
+    everywhere = PartitionSpec()
+    states = jax.tree.map(whole, state, specs)
+    replicated = jax.tree.map(lambda leaf: whole(leaf, everywhere), params)
+    step = jax.shard_map(
+        lambda params, state, tokens: decode.step(params, state, tokens, config=config),
+        mesh=mesh,
+        in_specs=(everywhere, specs, PartitionSpec("worker")),
+        out_specs=(specs, decode.output_specs("worker")),
+        check_vma=False,
+    )
+    compiled = compile_for_h200(
+        step, replicated, states, whole(tokens, PartitionSpec("worker")), donate_argnums=1, devices=workers
+    )
+    assert top_level(compiled) == ["kCommandBuffer"]
+    assert compiled.memory.host_temp_size_in_bytes == 0
+    assert compiled.memory.host_alias_size_in_bytes == bytes_of(state.host_pool)
+    assert compiled.memory.alias_size_in_bytes == bytes_of(state) - bytes_of(state.host_pool)
+    assert state.host_pool is not None and not copies_of(compiled, state.host_pool.shape)
