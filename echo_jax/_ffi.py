@@ -40,11 +40,16 @@ _TARGETS = {
     "echo_read_rows": "EchoReadRows",
     "echo_write_back": "EchoWriteBack",
     "echo_copy_rows": "EchoCopyRows",
+    "echo_allocate": "EchoAllocate",
+    "echo_release": "EchoRelease",
     "echo_top_k": "EchoTopK",
 }
 
 # kMaxTopK in top_k.cu: what a GPU selects by echo_top_k lies in shared memory.
 GPU_MAX_TOP_K = 4096
+
+# kScratchWordsPerEntry in slots.h.
+SCRATCH_WORDS_PER_ENTRY = 8
 
 
 # ---- is it there? ----------------------------------------------------------------------------------------
@@ -258,6 +263,35 @@ def top_k(score: jax.Array, visible: jax.Array, k: int) -> tuple[jax.Array, jax.
     results = (jax.ShapeDtypeStruct((rows, k), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32))
     positions, kth_score = _call("echo_top_k", results, (score, visible), k=np.int64(k))
     return positions, kth_score
+
+
+def allocate(
+    slot_of: jax.Array,
+    host_of: jax.Array,
+    priority: jax.Array,
+    free: jax.Array,
+    rows: jax.Array,
+    touched: jax.Array,
+    staged: jax.Array,
+    *,
+    per_seat: int,
+    new_per_seat: int,
+) -> tuple[jax.Array, ...]:
+    """echo_allocate: the four maps, in place if donated; slots, four lists of fills, all i32[M]; and counts i32[8]."""
+    maps, numbers = (slot_of, host_of, priority, free), functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    lists = (numbers(rows.shape),) * 5
+    results = (*map(jax.typeof, maps), *lists, numbers((8,)), numbers((SCRATCH_WORDS_PER_ENTRY * rows.shape[0],)))
+    attributes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat)}
+    operands = (*maps, rows, touched, staged)
+    return tuple(_call("echo_allocate", results, operands, {i: i for i in range(4)}, **attributes))[:-1]
+
+
+def release(
+    slot_of: jax.Array, host_of: jax.Array, priority: jax.Array, free: jax.Array, is_dropped: jax.Array
+) -> tuple[jax.Array, ...]:
+    """echo_release: the four maps without the rows of is_dropped bool[N_H]; in place if donated."""
+    maps = (slot_of, host_of, priority, free)
+    return tuple(_call("echo_release", tuple(map(jax.typeof, maps)), (*maps, is_dropped), {i: i for i in range(4)}))
 
 
 def _call(

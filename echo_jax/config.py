@@ -31,8 +31,10 @@ class CacheConfig:
     tokens_per_step: int = 1  # T
     staging: int = 64  # S, staged records of a seat in one layer-step
     prefetch_per_position: float = NO_CAP  # c: a seat's cap is min(S, floor(c * context))
+    read_ahead: bool = False  # shared layers' missing rows are copied while the layers before them compute
     offload: bool = True  # False: the resident run, everything on the device
     host_memory: str = "auto"  # "ffi", "jnp", or the best there is
+    slot_manager: str = "auto"  # the same: who keeps the slot maps
     top_k_implementation: str = "auto"  # the same for the selection
     chunk: int = 512  # prompt tokens of one prefill call
     block: int = 64  # of which so many are projected, scored and attended together; results depend on it, not on chunk
@@ -70,7 +72,7 @@ class CacheConfig:
             )
         if not 0 <= self.warm_windows <= self.chunk:
             raise ValueError(f"warm_windows is {self.warm_windows} but must lie in 0..{self.chunk}, the chunk")
-        for name in ("host_memory", "top_k_implementation"):
+        for name in ("host_memory", "slot_manager", "top_k_implementation"):
             if getattr(self, name) not in _ffi.IMPLEMENTATIONS:
                 raise ValueError(
                     f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(_ffi.IMPLEMENTATIONS)}"

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from echo_jax import _ffi
 from echo_jax.types import FREE_PRIORITY, NO_ROW, NO_SLOT, SOURCE_HOST, SlotMaps
 
 PROTECTED = 2**31 - 1
@@ -76,6 +77,7 @@ def allocate(
     *,
     per_seat: int | None = None,
     new_per_seat: int = 0,
+    implementation: str = "auto",
 ) -> tuple[SlotMaps, Allocation]:
     """Makes rows i32[M] resident, duplicates and NO_ROW allowed, and gives their slots priority i32[M].
 
@@ -87,9 +89,18 @@ def allocate(
 
     Of several priorities for one slot the highest wins; FREE_PRIORITY and PROTECTED are not a policy's to give and
     become the next one inside.
+
+    implementation: who keeps the maps, one of _ffi.IMPLEMENTATIONS; the result is the same. A named one works or raises
+    RuntimeError with the reason and the remedy.
     """
-    per_seat = rows.shape[0] if per_seat is None else per_seat
+    per_seat = max(rows.shape[0], 1) if per_seat is None else per_seat
     staged = jnp.zeros((0,), jnp.int32) if staged is None else staged
+    allocate_by = _allocate_by_library if _is_by_library(implementation) else _allocate_by_jnp
+    return allocate_by(maps, rows, priority, staged, per_seat, new_per_seat)
+
+
+def _allocate_by_jnp(maps: SlotMaps, rows, priority, staged, per_seat: int, new_per_seat: int):
+    """The specification."""
     host_rows, device_slots = maps.slot_of.shape[0], maps.host_of.shape[0]
     is_row = rows != NO_ROW
     slots = lookup(maps, rows)
@@ -131,9 +142,12 @@ def allocate(
     def count(mask: jax.Array) -> jax.Array:
         return jnp.sum(mask, dtype=jnp.int32)
 
+    def filled(listed: jax.Array) -> jax.Array:
+        return _compact(must_fill, listed)
+
     return _touch(updated, slots, priority), Allocation(
         slots=slots,
-        fills=Fills(*(_compact(must_fill, listed) for listed in (rows, slots, mention, source)), count(must_fill)),
+        fills=Fills(filled(rows), filled(slots), filled(mention), filled(source), count(must_fill)),
         hits=count(was_used),
         useful=count(is_first & is_staged),
         recalled=count(is_first & (source == SOURCE_HOST)),
@@ -154,7 +168,7 @@ def _place_in(staged: jax.Array, rows: jax.Array) -> jax.Array:
         return jnp.full(rows.shape, -1, jnp.int32)
     order = jnp.argsort(staged, stable=True).astype(jnp.int32)
     ordered = staged[order]
-    at = jnp.minimum(jnp.searchsorted(ordered, rows), staged.shape[0] - 1)
+    at = jnp.minimum(jnp.searchsorted(ordered, rows, method="scan_unrolled"), staged.shape[0] - 1)
     return jnp.where((ordered[at] == rows) & (rows != NO_ROW), order[at], -1)
 
 
@@ -170,8 +184,11 @@ def clamp(priority: jax.Array) -> jax.Array:
     return jnp.clip(priority, FREE_PRIORITY + 1, PROTECTED - 1)
 
 
-def release(maps: SlotMaps, is_dropped: jax.Array) -> SlotMaps:
+def release(maps: SlotMaps, is_dropped: jax.Array, *, implementation: str = "auto") -> SlotMaps:
     """Rows where bool[N_H] says so lose their slots."""
+    if _is_by_library(implementation):
+        slot_of, host_of, priority, free = _ffi.release(*_leaves(maps), is_dropped)
+        return SlotMaps(slot_of=slot_of, host_of=host_of, priority=priority, free=free)
     loses = ~maps.free & is_dropped[jnp.maximum(maps.host_of, 0)]
     return SlotMaps(
         slot_of=jnp.where(is_dropped, NO_SLOT, maps.slot_of),
@@ -183,3 +200,23 @@ def release(maps: SlotMaps, is_dropped: jax.Array) -> SlotMaps:
 
 def _mark(mask: jax.Array, slots: jax.Array) -> jax.Array:
     return mask.at[jnp.where(slots == NO_SLOT, mask.shape[0], slots)].set(True, mode="drop")
+
+
+def _allocate_by_library(maps: SlotMaps, rows, priority, staged, per_seat: int, new_per_seat: int):
+    results = _ffi.allocate(*_leaves(maps), rows, priority, staged, per_seat=per_seat, new_per_seat=new_per_seat)
+    slot_of, host_of, updated_priority, free, slots, fill_rows, fill_slots, mention, source, counts = results
+    to_fill, hits, useful, recalled, written, evicted = (counts[index] for index in range(6))
+    fills = Fills(fill_rows, fill_slots, mention, source, to_fill)
+    updated = SlotMaps(slot_of=slot_of, host_of=host_of, priority=updated_priority, free=free)
+    return updated, Allocation(slots, fills, hits, useful, recalled, written, evicted)
+
+
+def _leaves(maps: SlotMaps) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    return maps.slot_of, maps.host_of, maps.priority, maps.free
+
+
+def _is_by_library(implementation: str) -> bool:
+    """Whether `implementation` (one of _ffi.IMPLEMENTATIONS) means the library on the default backend, or its error."""
+    served = _ffi.serves("slot manager", implementation)
+    # What is traced in a process with a GPU may be placed on its CPU, where the targets must be known too.
+    return served and _ffi.is_available("cpu")

@@ -157,9 +157,7 @@ def _pick(cache: CacheConfig, state: LayerState, view: StepView, inputs) -> _Pic
     def one_block(block):
         query, weights, visible = block
         score = indexer.mask_invisible(indexer.scores(query, weights, keys), visible)
-        selection = indexer.select(
-            lax.optimization_barrier(score), visible, cache.top_k, cache.top_k_implementation
-        )
+        selection = indexer.select(lax.optimization_barrier(score), visible, cache.top_k, cache.top_k_implementation)
         scores = jnp.take_along_axis(score, jnp.maximum(selection.positions, 0), axis=-1)
         return selection.positions, selection.kth_score, scores
 
@@ -215,7 +213,7 @@ def _warm(cache: CacheConfig, state: LayerState, host_pool, layer: int, chunk: _
     rows = recall.rows_at(chunk.view.rows, chosen[None])[0]
     scores = pick.scores[window].reshape(-1)
     priority = cache.eviction.touch(*pool.before_touch(state.slots, rows), chunk.view.step, scores)
-    maps, allocation = pool.allocate(state.slots, rows, priority)
+    maps, allocation = pool.allocate(state.slots, rows, priority, implementation=cache.slot_manager)
     fills = allocation.fills
     records = hostmem.recall(
         state.records,

@@ -126,7 +126,7 @@ def admit(config: CacheConfig, state: EchoState, seat: int, positions: int, shar
 
 # Jitted on what they need of the configuration, so that a sweep over its other fields compiles them once. The state is
 # given up; its arrays' places and memory kinds stay as they are.
-_donated = functools.partial(jax.jit, donate_argnames="state")
+_donated_with_manager = functools.partial(jax.jit, donate_argnames="state", static_argnames="slot_manager")
 _donated_with_policy = functools.partial(jax.jit, donate_argnames="state", static_argnames="policy")
 
 
@@ -195,19 +195,22 @@ def release(config: CacheConfig, state: EchoState, seat: int, keep_pages: bool =
     """Ends a seat's request: pages nobody else refers to become free, or cached for reuse with keep_pages (full ones
     only), and their rows lose their slots."""
     tables.check_seat(state.tables, seat, must_be_active=True)
-    return _release(state, np.int32(seat), np.bool_(keep_pages))
+    return _release(state, np.int32(seat), np.bool_(keep_pages), slot_manager=config.slot_manager)
 
 
-@_donated
-def _release(state: EchoState, seat, keep_pages) -> EchoState:
+@_donated_with_manager
+def _release(state: EchoState, seat, keep_pages, *, slot_manager: str) -> EchoState:
     updated, dropped = tables.release(state.tables, seat, keep_pages)
-    return state.replace(tables=updated, layers=_drop_slots(state.layers, dropped))
+    return state.replace(tables=updated, layers=_drop_slots(state.layers, dropped, slot_manager))
 
 
-def _drop_slots(layers, dropped):
-    return tuple(
-        layer if layer.slots is None else layer.replace(slots=pool.release(layer.slots, dropped)) for layer in layers
-    )
+def _drop_slots(layers, dropped, slot_manager: str):
+    def drop(layer: LayerState) -> LayerState:
+        if layer.slots is None:
+            return layer
+        return layer.replace(slots=pool.release(layer.slots, dropped, implementation=slot_manager))
+
+    return tuple(map(drop, layers))
 
 
 def uncache(config: CacheConfig, state: EchoState, pages) -> EchoState:
@@ -226,10 +229,10 @@ def rollback(config: CacheConfig, state: EchoState, lengths) -> EchoState:
     does with rejected tokens. Refuses to lengthen, and to touch a page that another request shares."""
     lengths = np.asarray(lengths, np.int32)
     tables.check_rollback(state.tables, lengths)
-    return _rollback(state, lengths)
+    return _rollback(state, lengths, slot_manager=config.slot_manager)
 
 
-@_donated
-def _rollback(state: EchoState, lengths) -> EchoState:
+@_donated_with_manager
+def _rollback(state: EchoState, lengths, *, slot_manager: str) -> EchoState:
     updated, dropped = tables.rollback(state.tables, lengths)
-    return state.replace(tables=updated, layers=_drop_slots(state.layers, dropped))
+    return state.replace(tables=updated, layers=_drop_slots(state.layers, dropped, slot_manager))

@@ -1,0 +1,124 @@
+// The operands of echo_allocate and echo_release, seen and refused by their shapes alone, for every platform, and the
+// numbers both platforms share. Nothing here reads the contents of a buffer.
+#ifndef ECHO_FFI_SLOTS_H_
+#define ECHO_FFI_SLOTS_H_
+
+#include <cstdint>
+
+#include "echo_ffi/records.h"
+
+namespace echo_ffi {
+
+using Numbers = ffi::Buffer<ffi::S32>;
+using Flags = ffi::Buffer<ffi::PRED>;
+
+// FREE_PRIORITY, PROTECTED, NO_SLOT, NO_ROW and NO_PLACE of echo_jax/pool.py and types.py.
+inline constexpr int32_t kFreePriority = INT32_MIN;
+inline constexpr int32_t kProtected = INT32_MAX;
+inline constexpr int32_t kNoSlot = -1;
+inline constexpr int32_t kNoRow = -1;
+
+// Places in counts.
+enum Count : int { kToFill, kHits, kUseful, kRecalled, kWritten, kEvicted, kCounts = 8 };
+
+// Words of scratch for each entry of the list; _ffi.allocate holds the same number.
+inline constexpr int64_t kScratchWordsPerEntry = 8;
+
+struct Maps {
+  int32_t* slot_of = nullptr;   // [host_rows]
+  int32_t* host_of = nullptr;   // [device_slots]
+  int32_t* priority = nullptr;  // [device_slots]
+  bool* free = nullptr;         // [device_slots]
+  int64_t host_rows = 0;
+  int64_t device_slots = 0;
+};
+
+struct AllocateViews {
+  Maps maps;
+  const int32_t* rows = nullptr;     // [length]
+  const int32_t* touched = nullptr;  // [length]  the priority each entry gives its slot
+  const int32_t* staged = nullptr;   // [staged_length]
+  int64_t length = 0;
+  int64_t staged_length = 0;
+  int64_t per_seat = 0;
+  int64_t new_per_seat = 0;
+  int32_t* slots = nullptr;         // [length], as the four below
+  int32_t* fill_rows = nullptr;
+  int32_t* fill_slots = nullptr;
+  int32_t* fill_mention = nullptr;
+  int32_t* fill_source = nullptr;
+  int32_t* counts = nullptr;   // [kCounts]
+  int32_t* scratch = nullptr;  // [length * kScratchWordsPerEntry]
+
+  int64_t new_rows() const { return length / per_seat * new_per_seat; }
+  bool IsNew(int64_t mention) const { return mention % per_seat < new_per_seat; }
+  int32_t NewPlace(int64_t mention) const {
+    return static_cast<int32_t>(mention / per_seat * new_per_seat + mention % per_seat);
+  }
+};
+
+inline ffi::Error ViewMaps(const char* target, Numbers slot_of, Numbers host_of, Numbers priority, Flags free,
+                           ffi::Result<Numbers> slot_of_result, ffi::Result<Numbers> host_of_result,
+                           ffi::Result<Numbers> priority_result, ffi::Result<Flags> free_result, Maps* maps) {
+  ECHO_RETURN_IF_ERROR(SameBuffer(target, "slot_of", slot_of.untyped_data(), slot_of_result->untyped_data()));
+  ECHO_RETURN_IF_ERROR(SameBuffer(target, "host_of", host_of.untyped_data(), host_of_result->untyped_data()));
+  ECHO_RETURN_IF_ERROR(SameBuffer(target, "priority", priority.untyped_data(), priority_result->untyped_data()));
+  ECHO_RETURN_IF_ERROR(SameBuffer(target, "free", free.untyped_data(), free_result->untyped_data()));
+  maps->host_rows = slot_of.element_count();
+  maps->device_slots = host_of.element_count();
+  // Row and slot numbers are i32, and one beyond the last must be a number too.
+  if (maps->host_rows >= INT32_MAX || maps->device_slots >= INT32_MAX) {
+    return Refuse(target, ": ", maps->host_rows, " host rows and ", maps->device_slots,
+                  " slots, but fewer than 2147483647 of each can be numbered");
+  }
+  ECHO_RETURN_IF_ERROR(SameLength(target, "host_of", maps->device_slots, "priority", priority.element_count()));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "host_of", maps->device_slots, "free", free.element_count()));
+  maps->slot_of = slot_of.typed_data();
+  maps->host_of = host_of.typed_data();
+  maps->priority = priority.typed_data();
+  maps->free = free.typed_data();
+  return ffi::Error::Success();
+}
+
+inline ffi::Error ViewAllocate(const char* target, Numbers rows, Numbers touched, Numbers staged,
+                               ffi::Result<Numbers> slots, ffi::Result<Numbers> fill_rows,
+                               ffi::Result<Numbers> fill_slots, ffi::Result<Numbers> fill_mention,
+                               ffi::Result<Numbers> fill_source, ffi::Result<Numbers> counts,
+                               ffi::Result<Numbers> scratch, int64_t per_seat, int64_t new_per_seat,
+                               AllocateViews* views) {
+  const int64_t length = rows.element_count();
+  if (per_seat < 1 || length % per_seat != 0 || new_per_seat < 0 || new_per_seat > per_seat) {
+    return Refuse(target, ": rows has length ", length, ", per_seat is ", per_seat, " and new_per_seat is ",
+                  new_per_seat, "; whole lists of per_seat entries are needed, each with at most so many new rows");
+  }
+  // Entries are numbered below NO_SLOT while they wait for a slot.
+  if (length >= INT32_MAX) return Refuse(target, ": rows has length ", length, " but at most 2147483646 fit");
+  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "touched", touched.element_count()));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "slots", slots->element_count()));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_rows", fill_rows->element_count()));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_slots", fill_slots->element_count()));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_mention", fill_mention->element_count()));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_source", fill_source->element_count()));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "counts wanted", kCounts, "counts", counts->element_count()));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "scratch wanted", length * kScratchWordsPerEntry, "scratch",
+                                  scratch->element_count()));
+  views->rows = rows.typed_data();
+  views->touched = touched.typed_data();
+  views->staged = staged.typed_data();
+  views->length = length;
+  views->staged_length = staged.element_count();
+  views->per_seat = per_seat;
+  views->new_per_seat = new_per_seat;
+  views->slots = slots->typed_data();
+  views->fill_rows = fill_rows->typed_data();
+  views->fill_slots = fill_slots->typed_data();
+  views->fill_mention = fill_mention->typed_data();
+  views->fill_source = fill_source->typed_data();
+  views->counts = counts->typed_data();
+  views->scratch = scratch->typed_data();
+  return ffi::Error::Success();
+}
+
+}  // namespace echo_ffi
+
+#endif  // ECHO_FFI_SLOTS_H_
