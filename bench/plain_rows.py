@@ -1,0 +1,97 @@
+"""Plain kernels that move rows, for the library's to be held to, and the library's own kernel in other settings.
+
+It knows how to compile and register plain_rows.cu on the spot, and what its targets take. It does not know what is
+timed. Importing it compiles nothing; the functions are called under `jax.jit` after `build()`, on a GPU or in a compile
+for one.
+
+The pool is [L, N_H, *record] in pinned host memory, records of a multiple of 16 bytes; numbers are in range and
+distinct where they name a place to write: nothing is checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGETS = {
+    "bench_plain_gather": "PlainGatherCuda",
+    "bench_plain_scatter": "PlainScatterCuda",
+    "bench_moved_gather": "MovedGatherCuda",
+    "bench_moved_scatter": "MovedScatterCuda",
+}
+
+
+@functools.cache
+def build() -> None:
+    """Compiles the kernels for sm_90a (about 15 s) and registers them; RuntimeError without nvcc."""
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None:
+        raise RuntimeError("plain_rows.cu is compiled on the spot, which needs nvcc; put CUDA's bin folder on PATH")
+    library = Path(tempfile.mkdtemp(prefix="echo_plain_rows_")) / "plain_rows.so"
+    subprocess.run(
+        [
+            *(nvcc, "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--Werror=all-warnings"),
+            *("-Xcompiler=-fPIC,-Wall,-Wextra", "-shared", "-isystem", jax.ffi.include_dir()),
+            *("-I", str(ROOT / "ffi" / "src"), "-I", str(ROOT / "ffi" / "include")),
+            *("-o", str(library), str(ROOT / "bench" / "plain_rows.cu")),
+        ],
+        check=True,
+    )
+    jax.devices()
+    opened = ctypes.CDLL(str(library))
+    for target, symbol in TARGETS.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(opened, symbol)), platform="CUDA")
+
+
+def plain_gather(
+    records: jax.Array, pool: jax.Array, layer: jax.Array, rows: jax.Array, slots: jax.Array, *, blocks: int
+) -> jax.Array:
+    """`records` with pool[layer, rows[m]] in slots[m]; one warp a row, `blocks` of 1024 threads."""
+    return _gather("bench_plain_gather", records, pool, layer, rows, slots, blocks=np.int64(blocks))
+
+
+def moved_gather(
+    records: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    rows: jax.Array,
+    slots: jax.Array,
+    *,
+    blocks: int,
+    merged: int,
+    in_parts: bool,
+) -> jax.Array:
+    """The same by the library's kernel: a warp moves `merged` rows at once (1, 2, or 4 of at most 1024 bytes) where
+    there are more rows than warps; `in_parts` gives each block one contiguous part of the list."""
+    settings = dict(blocks=np.int64(blocks), merged=np.int64(merged), in_parts=np.int64(in_parts))
+    return _gather("bench_moved_gather", records, pool, layer, rows, slots, **settings)
+
+
+def plain_scatter(pool: jax.Array, records: jax.Array, rows: jax.Array, *, blocks: int) -> jax.Array:
+    """`pool` with records[l, m] in row rows[m] of every layer; one warp a row, `blocks` of 1024 threads."""
+    return _scatter("bench_plain_scatter", pool, records, rows, blocks=np.int64(blocks))
+
+
+def moved_scatter(
+    pool: jax.Array, records: jax.Array, rows: jax.Array, *, blocks: int, merged: int, in_parts: bool
+) -> jax.Array:
+    """The same by the library's kernel, with the settings of `moved_gather`."""
+    settings = dict(blocks=np.int64(blocks), merged=np.int64(merged), in_parts=np.int64(in_parts))
+    return _scatter("bench_moved_scatter", pool, records, rows, **settings)
+
+
+def _gather(target: str, records, pool, layer, rows, slots, **attributes) -> jax.Array:
+    call = jax.ffi.ffi_call(target, jax.typeof(records), input_output_aliases={0: 0})
+    return call(records, pool, layer, rows, slots, **attributes)
+
+
+def _scatter(target: str, pool, records, rows, **attributes) -> jax.Array:
+    return jax.ffi.ffi_call(target, jax.typeof(pool), input_output_aliases={0: 0})(pool, records, rows, **attributes)
