@@ -1,0 +1,316 @@
+"""What the cache costs in a decode step on a GPU: bookkeeping, recall and write-back, without the model's maths.
+
+    python -m bench.step [zero | step | compile] ...
+
+zero     critical path that offloading adds to a layer when nothing is missing, over the resident step (B 1 and 16)
+step     61 layers, 40 misses each, and the one write-back; graphs on and off; launches a step
+compile  a whole step of 61 layers of DeepSeek-V3.2, from trace to executable
+
+Layers are chained as a model chains them: what a layer selects depends on what the layer before it was given. The
+dependence is one addition that both sides of a ratio pay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.harness import Measurement, record, summarise
+from echo_jax import decode, hostmem, pool, recall
+from echo_jax import layer as layer_lib
+from echo_jax import state as state_lib
+from echo_jax.config import CacheConfig
+from echo_jax.eviction import Lru
+from echo_jax.formats import KeyFormat, RecordFormat
+from echo_jax.models import dsa, presets
+from echo_jax.recall import StepView
+from echo_jax.threshold import Never
+from echo_jax.types import PAGE, LayerState
+
+FILE = "step.jsonl"
+LAYERS, K = 61, 2048
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+
+
+def cache(seats: int, context: int, slots: int, offload: bool, layers: int = LAYERS) -> CacheConfig:
+    """FP8 records; the rows of index keys are not touched here."""
+    context = -(-context // PAGE) * PAGE
+    return CacheConfig(
+        layer_kinds=("full",) * layers,
+        records=RecordFormat("fp8", 512, 64),
+        keys=KeyFormat("fp8", 128),
+        threshold=Never(),
+        eviction=Lru(),
+        seats=seats,
+        capacity=context,
+        host_rows=seats * context,
+        device_slots=slots,
+        top_k=K,
+        staging=0,
+        offload=offload,
+    )
+
+
+def layer_states(config: CacheConfig, resident: np.ndarray) -> tuple[LayerState, ...]:
+    """Pools whose first slots hold the host rows of the list, never used since step 0; without index keys."""
+    rows = jnp.asarray(resident, jnp.int32)
+    slots = jnp.arange(rows.shape[0], dtype=jnp.int32)
+
+    @jax.jit
+    def one() -> LayerState:
+        records = jnp.zeros((config.pool_rows, *config.records.shape), config.records.dtype)
+        if not config.offload:
+            return LayerState(slots=None, records=records, index_keys=None, threshold=())
+        maps = pool.initial(config.host_rows, config.device_slots)
+        maps = maps.replace(
+            slot_of=maps.slot_of.at[rows].set(slots),
+            host_of=maps.host_of.at[slots].set(rows),
+            priority=maps.priority.at[slots].set(0),
+            free=maps.free.at[slots].set(False),
+        )
+        return LayerState(slots=maps, records=records, index_keys=None, threshold=())
+
+    return tuple(jax.device_put(one(), jax.devices()[0]) for _ in range(config.num_layers))
+
+
+def orders(config: CacheConfig) -> np.ndarray:
+    """i32[B, P - 1]: in what order each seat's old positions come into its selected set."""
+    generator = np.random.default_rng(0)
+    return np.stack([generator.permutation(config.capacity - 1).astype(np.int32) for _ in range(config.seats)])
+
+
+def lists(config: CacheConfig, misses: int, steps: int) -> np.ndarray:
+    """i32[steps, B, K] ascending positions: windows of K that slide over `orders`; from one step to the next `misses`
+    rows of all seats together are new."""
+    seats, by_seat = config.seats, orders(config)
+    chosen = np.empty((steps, seats, K), np.int32)
+    for step in range(steps):
+        for seat, order in enumerate(by_seat):
+            moved = (step * misses * (seat + 1)) // seats - (step * misses * seat) // seats
+            chosen[step, seat] = np.sort(order[(moved + np.arange(K)) % order.shape[0]])
+    return chosen
+
+
+def last_rows(config: CacheConfig) -> np.ndarray:
+    """Host rows that fill the pool and are selected last of all: every miss evicts, and none of them is hit."""
+    each = config.device_slots // config.seats
+    at = orders(config)[:, -each:] + np.arange(config.seats, dtype=np.int32)[:, None] * config.capacity
+    return at.reshape(-1)
+
+
+def view_of(config: CacheConfig, step: jax.Array) -> StepView:
+    """Every seat is full but for one position, which this step writes; rows lie seat after seat."""
+    seats, context = config.seats, config.capacity
+    rows = jnp.arange(seats * context, dtype=jnp.int32).reshape(seats, context)
+    length = jnp.full((seats,), context - 1, jnp.int32)
+    return StepView(rows, length, length[:, None], rows[:, -1:], length[:, None] + 1, step)
+
+
+def one_step(config: CacheConfig, host_pool, layers, chosen, new_records, step):
+    """`require` in every layer, each waiting for the one before it, and one write-back."""
+    view = view_of(config, step)
+    scores = jnp.zeros(chosen.shape, jnp.float32)
+    staging, moved, after = recall.no_staging(config, config.seats), [], jnp.int32(0)
+    layers = list(layers)
+    for index in range(len(layers)):
+        selected = chosen + after
+        if config.offload:
+            layers[index], slots, counts = recall.require(
+                config, layers[index], host_pool, jnp.int32(index), view, new_records, selected, scores, staging
+            )
+        else:
+            layers[index], slots, counts = layer_lib.keep_resident(config, layers[index], view, new_records, selected)
+        # 0, which only the result of this layer can tell: the next layer waits for its slots and for its records.
+        word = layers[index].records.reshape(-1)[0].astype(jnp.int32)
+        after = jnp.minimum(slots.reshape(-1)[0], 0) * (word | 1)
+        moved.append(counts)
+    if host_pool is not None:
+        stacked = jnp.stack([new_records.reshape(-1, *config.records.shape)] * len(layers))
+        host_pool, stacked, layers = jax.lax.optimization_barrier((host_pool, stacked, tuple(layers)))
+        host_pool = hostmem.write_back(host_pool, stacked, view.new_rows.reshape(-1))
+    return host_pool, tuple(layers), jax.tree.map(lambda *counts: jnp.stack(counts), *moved), step + 1
+
+
+@dataclasses.dataclass
+class Stepper:
+    """A compiled step and its state; `run(n)` takes n steps without waiting in between."""
+
+    config: CacheConfig
+    misses: int
+    options: dict[str, Any] | None = None
+    is_full: bool = False
+    period: int = 512
+
+    def __post_init__(self):
+        config, device = self.config, jax.devices()[0]
+        self.chosen = jax.device_put(lists(config, self.misses, self.period)[:, :, None], device)
+        resident = last_rows(config) if self.is_full else np.zeros((0,), np.int32)
+        host_pool = None
+        if config.offload:
+            memory = hostmem.choose("gpu" if device.platform == "gpu" else device.platform, "auto")
+            shape = (config.num_layers, config.host_rows, *config.records.shape)
+            host_pool = hostmem.create_pool(shape, config.records.dtype, memory, device)
+        new = jnp.zeros((config.seats, 1, *config.records.shape), config.records.dtype)
+        self.new = jax.device_put(new, device)
+        self.state = (host_pool, layer_states(config, resident), jax.device_put(jnp.int32(1), device))
+        self.taken = 0
+
+        def step(state, chosen, number, new):
+            host_pool, layers, clock = state
+            host_pool, layers, moved, clock = one_step(config, host_pool, layers, chosen[number], new, clock)
+            return (host_pool, layers, clock), moved
+
+        arguments = (self.state, self.chosen, jnp.int32(0), self.new)
+        start = time.perf_counter()
+        self.compiled = jax.jit(step, donate_argnums=0).lower(*arguments).compile(compiler_options=self.options)
+        self.compile_s = time.perf_counter() - start
+        self.numbers = [jax.device_put(jnp.int32(number), device) for number in range(self.period)]
+
+    def run(self, steps: int):
+        moved = None
+        for _ in range(steps):
+            number = self.numbers[self.taken % self.period]
+            self.state, moved = self.compiled(self.state, self.chosen, number, self.new)
+            self.taken += 1
+        return jax.block_until_ready(moved)
+
+    def time_us(self, repeats: int = 30, steps: int = 8) -> Measurement:
+        """Microseconds a step, streamed `steps` at a time."""
+        self.run(4 * steps)
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            self.run(steps)
+            times.append((time.perf_counter() - start) / steps * 1e6)
+        return summarise(times)
+
+
+def per_layer(time_us: Measurement, layers: int) -> Measurement:
+    return Measurement(time_us.median / layers, time_us.p10 / layers, time_us.p90 / layers, time_us.repeats)
+
+
+def zero() -> None:
+    """Offloaded less resident, a layer, with every selected row in the pool."""
+    for seats, context, slots, claim in (
+        (1, 16384, 8192, "B.added_zero_miss_us_b1"),
+        (16, 4096, 40960, "B.added_zero_miss_us_b16"),
+    ):
+        times = {}
+        for offload in (True, False):
+            stepper = Stepper(cache(seats, context, slots, offload), misses=0)
+            times[offload] = stepper.time_us()
+            moved = stepper.run(1)
+            if offload:
+                print("  counts of the last layer:", jax.tree.map(lambda count: int(count[-1]), moved))
+            print(
+                f"B {seats} {'offloaded' if offload else 'resident'}: {times[offload].median / LAYERS:.2f} us a layer"
+            )
+            del stepper
+        added = (times[True].median - times[False].median) / LAYERS
+        record(
+            claim,
+            value=added,
+            unit="us",
+            file=FILE,
+            spread=((times[True].p10 - times[False].p90) / LAYERS, (times[True].p90 - times[False].p10) / LAYERS),
+            repeats=times[True].repeats,
+            shapes={"B": seats, "K": K, "N_G": slots, "N_H": seats * context, "layers": LAYERS, "record_bytes": 656},
+            method="61 chained layers without maths, offloaded (bookkeeping, recall, write-back of the new rows) less "
+            "resident (its scatter of the new rows), streamed 8 steps at a time, divided by layers",
+        )
+
+
+def step(context: int = 16384, misses: int = 40) -> None:
+    """61 layers of bookkeeping, recall of 40 misses and the write-back, B 16."""
+    for name, options in (("on", None), ("off", NO_GRAPHS)):
+        config = cache(16, context, 65536, offload=True)
+        stepper = Stepper(config, misses, options, is_full=True)
+        measured = per_layer(stepper.time_us(), LAYERS)
+        moved = stepper.run(1)
+        recalled, evicted = np.asarray(moved.recalled).mean(), np.asarray(moved.evicted).mean()
+        print(f"graphs {name}: {measured.median:.2f} us a layer; recalled {recalled:.1f}, evicted {evicted:.1f}")
+        record(
+            "B.step_us_per_layer" if name == "on" else None,
+            name="" if name == "on" else "bookkeeping, recall of 40 misses and write-back, per layer of 61, graphs off",
+            value=measured,
+            unit="us",
+            file=FILE,
+            shapes={
+                "B": 16,
+                "K": K,
+                "N_G": config.device_slots,
+                "N_H": config.host_rows,
+                "layers": LAYERS,
+                "record_bytes": 656,
+            },
+            method="chained layers without maths, streamed 8 steps at a time",
+            notes=f"command buffers {name}; rows recalled a layer {recalled:.1f}, evicted {evicted:.1f}; "
+            f"launches a step: {launches(stepper.compiled)}; compiled in {stepper.compile_s:.1f} s",
+        )
+        del stepper
+
+
+def launches(compiled: Any) -> str:
+    """What the executable launches, as XLA counts its own instructions: calls of the library, and other kernels."""
+    text = compiled.as_text()
+    calls = re.findall(r'custom_call_target="(echo_\w+)"', text)
+    entry = text[text.index("ENTRY") :]
+    fusions = len(re.findall(r"= \S+ fusion\(", entry))
+    return f"{len(calls)} calls of the library, {fusions} fusions"
+
+
+def compile_whole(layers: int = LAYERS) -> None:
+    """DeepSeek-V3.2's own sizes, from shapes alone: no weight is made."""
+    model = dataclasses.replace(presets.V32, layer_kinds=("full",) * layers, mlp_kinds=presets.V32.mlp_kinds[:layers])
+    made = decode.cache_config(
+        model, seats=16, capacity=65536, device_slots=65536, record_format="fp8", key_format="fp8"
+    )
+    config = decode.DecodeConfig(model, made)
+    device = jax.devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    pinned = sharding.with_memory_kind("pinned_host")
+
+    def shaped(tree, where=sharding):
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tree)
+
+    params = shaped(
+        jax.eval_shape(functools.partial(dsa.init_params, config=model, dtype="bfloat16"), jax.random.key(0))
+    )
+    empty = jax.eval_shape(lambda: state_lib.create(dataclasses.replace(made, host_memory="jnp")))
+    state = shaped(empty).replace(host_pool=shaped(empty.host_pool, pinned))
+    start = time.perf_counter()
+    lowered = decode.decode_step.lower(params, state, shaped(jnp.zeros((16, 1), jnp.int32)), config=config)
+    lowered_s = time.perf_counter() - start
+    lowered.compile()
+    elapsed = time.perf_counter() - start
+    print(f"compiled {layers} layers of V3.2 in {elapsed:.1f} s, {lowered_s:.1f} s of it tracing and lowering")
+    record(
+        "B.compile_61_s" if layers == LAYERS else None,
+        name="" if layers == LAYERS else f"compilation of a step of {layers} layers",
+        value=elapsed,
+        unit="s",
+        file=FILE,
+        shapes={"model": "DeepSeek-V3.2", "layers": layers, "B": 16, "P": 65536},
+        method="trace, lower and compile, once, no compilation cache",
+        notes=f"{lowered_s:.1f} s of it tracing and lowering; layers unrolled",
+    )
+
+
+PARTS: dict[str, Callable[[], None]] = {"zero": zero, "step": step, "compile": compile_whole}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    for part in parser.parse_args().parts or list(PARTS):
+        print(f"-- {part}")
+        PARTS[part]()
