@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": ("GenerateOptions", "continue prompts from an offloaded cache; show what moved; --check every bit"),
     "plan": ("PlanOptions", "the memory bill of a model and a cache, before anything is allocated"),
     "verify": ("VerifyOptions", "compare a model folder with answers computed by another implementation"),
+    "replay": ("ReplayOptions", "the cache manager over a trace, under many policies; no model, no bytes, no GPU"),
     "doctor": ("DoctorOptions", "what is available on this machine, and why not"),
 }
 

@@ -1,7 +1,7 @@
-"""Policies by name: `ema`, `ema:0.7`, `random:1.0,seed=3`, or a user's own class, `my_module:MyPolicy:0.5`.
+"""Policies by name: `ema`, `ema:0.7`, `random:1.0,seed=3`, `margin:last,2`, or a user's class, `my_module:Mine:0.5`.
 
 Knows how a policy is named on a command line and whether an object can serve as one. Does not know what policies do:
-`threshold` and `eviction` do.
+`threshold`, `eviction` and `replay.caps` do.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ import jax.numpy as jnp
 
 from echo_jax import eviction, threshold
 from echo_jax.cli.errors import InputError, nearest
+from echo_jax.replay.caps import CAPS, Cap
 from echo_jax.types import EvictionPolicy, ThresholdPolicy
 
 SYNTAX = "NAME[:ARGS] or MODULE:CLASS[:ARGS], ARGS as in 0.7 or 0.7,seed=3; MODULE may be a file in the current folder"
 
 
-def parse_threshold(text: str) -> ThresholdPolicy:
-    """The threshold policy that `text` names, tried once without computing anything. InputError for what is none."""
-    policy = _parse(text, threshold.POLICIES, ThresholdPolicy, "threshold policy")
+def parse_threshold(text: str, *, in_replay: bool = False) -> ThresholdPolicy:
+    """The threshold policy that `text` names, tried once without computing anything. InputError for what is none.
+
+    Those that need a step's outcome before the step are for a replay only.
+    """
+    known = _known(text, threshold.POLICIES, threshold.REPLAY_ONLY, in_replay, "threshold policy")
+    policy = _parse(text, known, ThresholdPolicy, "threshold policy")
 
     def once():
         memory = jax.tree.map(jnp.asarray, policy.init())
@@ -47,9 +52,13 @@ def parse_threshold(text: str) -> ThresholdPolicy:
     return policy
 
 
-def parse_eviction(text: str) -> EvictionPolicy:
-    """The eviction policy that `text` names, tried once without computing anything. InputError for what is none."""
-    policy = _parse(text, eviction.POLICIES, EvictionPolicy, "eviction policy")
+def parse_eviction(text: str, *, in_replay: bool = False) -> EvictionPolicy:
+    """The eviction policy that `text` names, tried once without computing anything. InputError for what is none.
+
+    Those that need to know what later steps select are for a replay only.
+    """
+    known = _known(text, eviction.POLICIES, eviction.REPLAY_ONLY, in_replay, "eviction policy")
+    policy = _parse(text, known, EvictionPolicy, "eviction policy")
 
     def once():
         slots = jnp.zeros((2,), jnp.int32)
@@ -65,6 +74,30 @@ def parse_eviction(text: str) -> EvictionPolicy:
     return policy
 
 
+def parse_cap(text: str) -> Cap:
+    """The cap on prefetch that `text` names, tried once without computing anything; a bare number is a fixed cap."""
+    cap = _parse(f"fixed:{text}" if text.isdigit() else text, CAPS, Cap, "cap")
+
+    def once():
+        memory, counts = cap.init(2), jnp.zeros((2,), jnp.int32)
+        return memory, cap.update(memory, counts, counts), cap.allowed(memory, counts, counts)
+
+    memory, updated, allowed = _try_out(text, once)
+    if jax.tree.map(jnp.shape, memory) != jax.tree.map(jnp.shape, updated):
+        raise InputError(f"cap {text!r}: update returns {_shapes(updated)} but init returns {_shapes(memory)}")
+    if jnp.shape(allowed) != (2,) or allowed.dtype != jnp.int32:
+        raise InputError(f"cap {text!r}: allowed returns {allowed.dtype}{list(jnp.shape(allowed))}, not int32[2] for 2")
+    return cap
+
+
+def _known(text: str, known: Mapping[str, type], replay_only: Mapping[str, type], in_replay: bool, what: str):
+    if in_replay:
+        return {**known, **replay_only}
+    if (name := text.partition(":")[0]) in replay_only:
+        raise InputError(f"{what} {name!r} needs to know the future, which only `echo-jax replay` does; take another")
+    return known
+
+
 def _parse(text: str, known: Mapping[str, type], protocol: type, what: str) -> Any:
     name, _, rest = text.partition(":")
     if name in known:
@@ -76,12 +109,15 @@ def _parse(text: str, known: Mapping[str, type], protocol: type, what: str) -> A
         made = _users_class(name, class_name, known, what)
     positional, named = _arguments(arguments, text, what)
     try:
-        inspect.signature(made).bind(*positional, **named)
-        policy = made(*positional, **named)
+        given = inspect.signature(made).bind(*positional, **named)
+        if isinstance(inner := given.arguments.get("policy"), str):  # a policy that wraps another one
+            given.arguments["policy"] = _parse(inner, known, protocol, what)
+        policy = made(*given.args, **given.kwargs)
     except (TypeError, ValueError) as error:
         raise InputError(f"{what} {text!r}: {error}; write {_usage(text, made)}") from error
     if not isinstance(policy, protocol):
-        wanted = [method for method in ("init", "update", "value", "touch", "rebase") if hasattr(protocol, method)]
+        methods = ("init", "update", "value", "touch", "rebase", "allowed", "rows")
+        wanted = [method for method in methods if hasattr(protocol, method)]
         lacking = ", ".join(method for method in wanted if not hasattr(policy, method))
         raise InputError(f"{what} {text!r} has no {lacking}; a policy has the methods {', '.join(wanted)}")
     try:
@@ -98,7 +134,8 @@ def _usage(text: str, made: Any) -> str:
     """How the policy is written: "ema:alpha=0.5", with its defaults."""
     name = (
         text.split(":")[0]
-        if text.split(":")[0] in (*threshold.POLICIES, *eviction.POLICIES)
+        if text.split(":")[0] in {**threshold.POLICIES, **threshold.REPLAY_ONLY, **CAPS}
+        or text.split(":")[0] in {**eviction.POLICIES, **eviction.REPLAY_ONLY}
         else ":".join(text.split(":")[:2])
     )
     parameters = inspect.signature(made).parameters.values()

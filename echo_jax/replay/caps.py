@@ -7,12 +7,13 @@ written for a whole batch. Knows counts. Which rows travel is decided in `recall
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 
+@runtime_checkable
 class Cap(Protocol):
     """A batch's allowance. Whatever it returns is cut to 0..rows."""
 

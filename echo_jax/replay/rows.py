@@ -23,7 +23,7 @@ class RowFile:
 
     def __init__(self, path: Path | None):
         """Reads what is there; a last line that was cut off is dropped. ValueError for a file that holds other rows."""
-        self.path, self.rows, self._lock = path, [], threading.Lock()
+        self.path, self._lock = path, threading.Lock()
         self._known: dict[str, dict[str, Any]] = {}
         if path is None or not path.exists():
             return
@@ -35,17 +35,15 @@ class RowFile:
         if whole != text:
             os.truncate(path, len(whole.encode()))
 
-    def __contains__(self, key: Mapping[str, Any]) -> bool:
-        return _text(key) + "replay" in self._known
-
     def find(self, key: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The rows of that key: the counts, and the series if there is one."""
         return [self._known[name] for kind in ("replay", "series") if (name := _text(key) + kind) in self._known]
 
     def add(self, rows: list[dict[str, Any]]) -> None:
-        """Appends rows, all of them or (when the disk is full) a cut-off last line."""
+        """Appends the rows that are not there."""
         rows = [_finite(row) for row in rows]
         with self._lock:
+            rows = [row for row in rows if _text(row["key"]) + row["row"] not in self._known]
             if self.path is not None:
                 with self.path.open("a", encoding="utf-8") as stream:
                     stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

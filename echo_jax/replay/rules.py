@@ -34,14 +34,13 @@ class Choice(NamedTuple):
     attended: jax.Array  # i32[R, A]  positions that must be resident, each once, then or between NO_POSITION
     ahead: jax.Array | None  # i32[R, E]  positions fetched ahead, those that are absent; None: the threshold decides
     runs: jax.Array  # bool[R]  the request takes part in this step
-    warm: jax.Array | None = None  # i32[R, W]  made resident, uncounted, before the step; only where a request starts
+    warm: jax.Array | None = None  # i32[R, W, A]  where a request starts: W lists made resident before it, uncounted
 
 
 class Rule(Protocol):
     """A system's way of selecting. A frozen dataclass, static in a compiled replay."""
 
     hides_behind: ClassVar[str]  # INDEXER or LAYER
-    is_lossless: ClassVar[bool]  # attends the exact set, whatever happens
 
     def init(self, requests: int, positions: int, top_k: int) -> Any:
         """Memory before the first step."""
@@ -57,7 +56,6 @@ class Exact:
     """Attend the exact top-k; the threshold policy decides what is copied ahead. ECHO."""
 
     hides_behind: ClassVar[str] = INDEXER
-    is_lossless: ClassVar[bool] = True
 
     def init(self, requests, positions, top_k):
         return ()

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from echo_jax.replay import step as step_lib
+from echo_jax.replay.counts import Record, SharedRecord
 from echo_jax.replay.settings import Plan
-from echo_jax.replay.step import Ahead, Record, SharedRecord
+from echo_jax.replay.step import Ahead
 from echo_jax.traces import ScoreSource
 from echo_jax.types import NO_POSITION
 

@@ -18,6 +18,8 @@ from jax import lax
 
 from echo_jax import indexer, pool, recall, threshold
 from echo_jax.recall import StepView
+from echo_jax.replay import counts
+from echo_jax.replay.counts import Record, SharedRecord
 from echo_jax.replay.rules import Choice, Facts
 from echo_jax.replay.settings import RESELECT_WINDOW, Group, Plan
 from echo_jax.stats import Moved
@@ -43,34 +45,6 @@ class Ahead(NamedTuple):
 
     selected: jax.Array  # f32[R, K]  of this step's selected rows
     new: jax.Array  # f32[R]  of this step's new row
-
-
-class Record(NamedTuple):
-    """One step of every setting. Sums are over the batch."""
-
-    moved: Moved  # i32[Z] each
-    reselected: jax.Array  # i32[Z]  missing rows that lost their slot at most RESELECT_WINDOW steps ago
-    candidates: jax.Array  # i32[Z]  old positions above the threshold, resident or not
-    missed: jax.Array  # i32[Z]  rows of the exact set that were not attended
-    deferred: jax.Array  # i32[Z]  requests that the rule held back
-    predictions: jax.Array  # i32[Z]  finite predictions of finite k-th scores
-    above: jax.Array  # i32[Z]  of which above the k-th score
-    below_floor: jax.Array  # i32[Z]  of which below what the trace's band knows: candidates are undercounted
-    error: jax.Array  # f32[Z]  sum of prediction - k-th score
-    absolute_error: jax.Array  # f32[Z]
-    relative_error: jax.Array  # f32[Z]  sum of |prediction - k-th score| / |k-th score|
-    predicted: jax.Array  # f32[Z]  of request 0
-
-
-class SharedRecord(NamedTuple):
-    """What is the same for every setting."""
-
-    positions: jax.Array  # i32[]  visible positions of all queries: what the indexer scores
-    queries: jax.Array  # i32[]
-    predictable: jax.Array  # i32[]  queries that see more than K positions
-    exact: jax.Array  # i32[]  rows of the exact sets
-    nan_scores: jax.Array  # i32[]  visible scores that are NaN
-    kth_score: jax.Array  # f32[]  of request 0
 
 
 def initial(plan: Plan) -> tuple[GroupState, ...]:
@@ -126,19 +100,7 @@ def layer_step(
         updated.append(state)
         records.append(record)
     together = jax.tree.map(lambda *parts: jnp.concatenate(parts), *records)
-    return tuple(updated), _shared_record(plan, facts), together
-
-
-def _shared_record(plan: Plan, facts: Facts) -> SharedRecord:
-    sees = jnp.arange(plan.positions, dtype=jnp.int32)[None] < facts.visible[:, None]
-    return SharedRecord(
-        positions=jnp.sum(facts.visible, dtype=jnp.int32),
-        queries=jnp.sum(facts.scores.active, dtype=jnp.int32),
-        predictable=jnp.sum(facts.visible > plan.top_k, dtype=jnp.int32),
-        exact=jnp.sum(facts.exact != NO_POSITION, dtype=jnp.int32),
-        nan_scores=jnp.sum(jnp.isnan(facts.scores.score) & sees, dtype=jnp.int32),
-        kth_score=facts.kth_score[0],
-    )
+    return tuple(updated), counts.shared_record(plan, facts), together
 
 
 def _group_step(
@@ -179,7 +141,7 @@ def _group_step(
 
     is_staged = staged != NO_POSITION
     cap = jax.vmap(group.first.cap.update)(state.cap, jnp.sum(is_staged, axis=-1, dtype=jnp.int32), useful)
-    record = _record(plan, facts, predicted, is_old, moved, reselected, choice)
+    record = counts.record(plan, facts, predicted, is_old, moved, reselected, choice)
     return GroupState(maps, evicted_at, tuple(thresholds), cap, rule_memory), record
 
 
@@ -285,10 +247,10 @@ def _require(plan, group: Group, state: GroupState, view: StepView, attended, va
         place = fills.source - seats
         from_seat = jnp.where(is_fill & (place >= 0), place // max(places, 1), seats)
         useful = jnp.zeros((seats,), jnp.int32).at[from_seat].add(1, mode="drop")
-        counts = (made.hits, made.useful, made.recalled, made.evicted, made.written, jnp.sum(back, dtype=jnp.int32))
-        return maps, evicted_at, useful, counts
+        sums = (made.hits, made.useful, made.recalled, made.evicted, made.written, jnp.sum(back, dtype=jnp.int32))
+        return maps, evicted_at, useful, sums
 
-    maps, evicted_at, useful, counts = jax.vmap(one_pool)(
+    maps, evicted_at, useful, sums = jax.vmap(one_pool)(
         state.maps,
         state.evicted_at,
         _each_setting(group, view),
@@ -297,7 +259,7 @@ def _require(plan, group: Group, state: GroupState, view: StepView, attended, va
         staged.reshape(count * group.pools, seats, places),
     )
     hits, taken, recalled, evicted, written, back = (
-        jnp.sum(one.reshape(count, -1), axis=1, dtype=jnp.int32) for one in counts
+        jnp.sum(one.reshape(count, -1), axis=1, dtype=jnp.int32) for one in sums
     )
     moved = Moved(
         hits=hits,
@@ -329,55 +291,23 @@ def _touch_new(plan, group: Group, maps: SlotMaps, view: StepView, next_use: jax
 
 
 def _warm(plan, group: Group, maps: SlotMaps, warm: jax.Array, scores: StepScores, step: jax.Array) -> SlotMaps:
-    """Rows of a prompt's last windows become resident where a request starts, as prefill's warm-up does."""
-    listed = _pooled(group, jnp.where(scores.starts[:, None], warm, NO_POSITION))
+    """Rows of a prompt's last windows become resident where a request starts, as prefill's warm-up does; one window
+    after the other, so that a pool that cannot hold them all keeps the last."""
+    listed = _pooled(group, jnp.where(scores.starts[:, None, None], warm, NO_POSITION))  # [V, r, W, A]
+    windows = warm.shape[1]
 
-    def fill(maps: SlotMaps) -> SlotMaps:
+    def one_window(window, maps: SlotMaps) -> SlotMaps:
         def one_pool(maps, positions):
             seats = jnp.arange(group.config.seats, dtype=jnp.int32)[:, None] * group.config.capacity
             rows = jnp.where(positions == NO_POSITION, NO_ROW, seats + positions).reshape(-1)
             worth = jnp.zeros(rows.shape, jnp.float32)
-            priority = group.config.eviction.touch(*pool.before_touch(maps, rows), step, worth)
+            earlier = step - windows + window
+            priority = group.config.eviction.touch(*pool.before_touch(maps, rows), earlier, worth)
             return pool.allocate(maps, rows, priority)[0]
 
-        return jax.vmap(one_pool)(maps, listed)
+        return jax.vmap(one_pool)(maps, lax.dynamic_index_in_dim(listed, window, axis=2, keepdims=False))
+
+    def fill(maps: SlotMaps) -> SlotMaps:
+        return lax.fori_loop(0, windows, one_window, maps)
 
     return lax.cond(jnp.any(scores.starts), fill, lambda kept: kept, maps)
-
-
-def _record(plan, facts: Facts, predicted, is_old, moved: Moved, reselected, choice: Choice) -> Record:
-    scores, count = facts.scores, predicted.shape[0]
-    kth = facts.kth_score[None]
-    counts = jnp.isfinite(predicted) & jnp.isfinite(kth) & (facts.visible > plan.top_k)[None]
-    if plan.kind != "full":  # a shared layer predicts nothing
-        counts = jnp.zeros_like(counts)
-    error = jnp.where(counts, predicted - kth, 0.0)
-    relative = jnp.where(counts, jnp.abs(error) / jnp.maximum(jnp.abs(kth), jnp.finfo(jnp.float32).tiny), 0.0)
-    above = (scores.score[None] > predicted[..., None]) & is_old[None] & (plan.kind == "full")
-
-    if choice.attended is facts.exact:
-        missed = jnp.zeros((), jnp.int32)
-    else:
-        at = jnp.where(choice.attended == NO_POSITION, 0, choice.attended)
-        kept = jnp.take_along_axis(facts.is_exact, at, axis=1) & (choice.attended != NO_POSITION)
-        lost = jnp.sum(facts.exact != NO_POSITION, axis=1) - jnp.sum(kept, axis=1)
-        missed = jnp.sum(jnp.where(choice.runs, lost, 0)).astype(jnp.int32)
-    deferred = jnp.sum(scores.active & ~choice.runs, dtype=jnp.int32)
-
-    def total(mask: jax.Array) -> jax.Array:
-        return jnp.sum(mask, axis=tuple(range(1, mask.ndim)), dtype=jnp.int32)
-
-    return Record(
-        moved=moved,
-        reselected=reselected,
-        candidates=total(above),
-        missed=jnp.broadcast_to(missed, (count,)),
-        deferred=jnp.broadcast_to(deferred, (count,)),
-        predictions=total(counts),
-        above=total(counts & (predicted > kth)),
-        below_floor=total(counts & (predicted < scores.floor[None])),
-        error=jnp.sum(error, axis=1),
-        absolute_error=jnp.sum(jnp.abs(error), axis=1),
-        relative_error=jnp.sum(relative, axis=1),
-        predicted=predicted[:, 0],
-    )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from echo_jax.replay.cost import CostModel, Exposed
+from echo_jax.replay.counts import Record, SharedRecord
 from echo_jax.replay.run import Counts
 from echo_jax.replay.settings import RESELECT_WINDOW, Plan
 from echo_jax.stats import Moved, Totals
@@ -27,7 +28,7 @@ def rows_of(
     steps = len(counts.shared.positions)
     if not 0 <= skip < steps:
         raise ValueError(f"skipping {skip} of {steps} steps leaves nothing to count; skip fewer")
-    kept = Counts(*(type(part)(*_cut(part, skip)) for part in counts))
+    kept = Counts(SharedRecord(*_cut(counts.shared, skip)), Record(*_cut(counts.each, skip)))
     return [_row(plan, kept, place, bytes_per_row, costs) for place in range(len(plan.settings))]
 
 
