@@ -45,7 +45,7 @@ _TARGETS = {
     "echo_top_k": "EchoTopK",
 }
 
-# kMaxTopK in top_k.cu: what a GPU selects by echo_top_k lies in shared memory.
+# kMaxTopK in top_k_kernel.cuh: what a GPU selects by echo_top_k lies in shared memory.
 GPU_MAX_TOP_K = 4096
 
 # kScratchWordsPerEntry in slots.h.

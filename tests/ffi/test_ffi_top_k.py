@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from tests.oracles.select import padded, top_k
 
 pytestmark = pytest.mark.usefixtures("library")
 
+KERNEL = Path(__file__).resolve().parents[2] / "ffi" / "src" / "top_k_kernel.cuh"
 LENGTH, ROWS = 3001, 10  # odd, so that rows of bfloat16 lie at odd addresses
 DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16}
 
@@ -129,6 +131,7 @@ def test_not_built(monkeypatch):
 
 def test_a_gpu_has_a_largest_k(monkeypatch):
     """jnp serves what lies above it, and asking for the library says so."""
+    assert f"kMaxTopK = {_ffi.GPU_MAX_TOP_K};" in KERNEL.read_text()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_ffi, "why_unavailable", lambda platform=None: None)
     too_many = _ffi.GPU_MAX_TOP_K + 1

@@ -1,0 +1,361 @@
+// echo_top_k on a GPU: a cluster of blocks selects from one row, each block its own part of it. What it means, in jnp, is
+// indexer._select_by_order.
+//
+//   bracket    a small sample of the row tells a key with somewhat more than k keys above it, most likely
+//   collect    one pass over the row lists the keys above the bracket and counts those that equal it
+//   find       the k-th key: among the listed ones, or the bracket itself where many keys are equal
+//   emit       what is selected becomes bits in order of position, and the bits a list
+//
+// A sample may be unlucky, or somebody's scores may be made to fool it: then too few or too many keys lie above the
+// bracket, the k-th key is searched for in the row itself, a few passes, and emit reads the row once more. The answer is
+// exact on every path and does not depend on the order in which threads append to the list.
+//
+// Reading 131,072 floats takes well under a microsecond a row; what bounds this kernel is the number of times its threads
+// meet. So the sample is small, counting needs no lock step, and blocks of a cluster meet twice.
+#ifndef ECHO_FFI_TOP_K_KERNEL_CUH_
+#define ECHO_FFI_TOP_K_KERNEL_CUH_
+
+#include <cooperative_groups.h>
+
+#include <cstdint>
+
+#include "echo_ffi/order.h"
+#include "find_kth.cuh"
+#include "row_scores.cuh"
+
+namespace echo_ffi::top_k {
+
+namespace cg = cooperative_groups;
+
+constexpr uint32_t kMaxTopK = 4096;
+constexpr uint32_t kCapacity = 12288;      // keys a list holds
+constexpr uint32_t kMinSample = 2048;      // a power of two, as kMaxSample
+constexpr uint32_t kMaxSample = 8192;
+constexpr uint32_t kSampledAboveKth = 32;  // wanted: so many of the k best are in the sample
+constexpr uint32_t kWindow = 131072;       // places that are emitted at once
+constexpr uint32_t kWindowWords = kWindow / 32;
+constexpr uint32_t kWordsPerThread = kWindowWords / kThreads;
+static_assert(kMaxSample <= kCapacity && kWindow % (kBatch * kThreads) == 0);
+static_assert(kWordsPerThread == 4, "Emit reads its words as one uint4");
+
+// How many keys lie above a key, and how many equal it.
+struct Counts {
+  uint32_t above;
+  uint32_t ties;
+};
+
+// What one block holds in shared memory. Others of its cluster read keys, counts, highest and the histogram.
+struct Shared {
+  Scratch scratch;
+  Counts counts;     // of this block's segment
+  uint32_t highest;  // the largest key of the segment that is above the bracket
+  Counts before;     // in the segments before it
+  uint32_t keys[kCapacity];  // the sample; then the keys above the bracket in this segment
+  uint32_t places[kCapacity];  // where in the segment they lie
+  union {
+    uint32_t gathered[kCapacity];  // the keys above the bracket of all segments, in order of segment
+    struct {
+      alignas(16) uint32_t above[kWindowWords];
+      alignas(16) uint32_t ties[kWindowWords];
+    } bits;
+  };
+};
+
+// Position of the i-th of 2^log_samples samples of `visible` scores: one somewhere in each of as many equal stretches.
+__device__ inline uint32_t SampledPosition(uint32_t i, uint32_t log_samples, uint32_t visible) {
+  const auto start = [=](uint32_t stretch) {
+    return static_cast<uint32_t>((static_cast<uint64_t>(stretch) * visible) >> log_samples);
+  };
+  return start(i) + __umulhi((i + 1) * 2654435769u, start(i + 1) - start(i));
+}
+
+// A key with k keys above it or, by far most likely, somewhat more. Every block of a cluster finds the same one. 0, which
+// is below every key, where the list holds the whole row.
+template <typename Bits>
+__device__ uint32_t Bracket(Shared& shared, const Row<Bits>& row, uint32_t visible, uint32_t k) {
+  if (visible <= kCapacity) return 0;
+  uint32_t samples = kMinSample;
+  while (samples < kMaxSample && static_cast<uint64_t>(samples) * k < static_cast<uint64_t>(kSampledAboveKth) * visible) {
+    samples *= 2;
+  }
+  const uint32_t log_samples = kLanes - 1 - __clz(samples);
+  for (uint32_t i = threadIdx.x; i < samples; i += kThreads) {
+    shared.keys[i] = row.KeyAt(SampledPosition(i, log_samples, visible));
+  }
+  // Of the k best about x are sampled, give or take sqrt(x); five times that is a miss in a million rows.
+  const float x = static_cast<float>(k) * static_cast<float>(samples) / static_cast<float>(visible);
+  const uint32_t rank = min(static_cast<uint32_t>(x + 5.0f * sqrtf(x)) + 4, samples);
+  return FindKth(shared.scratch, Range{0, ~0u - 1}, rank, CountList{shared.scratch, shared.keys, samples}).key;
+}
+
+// Lists the segment's keys above the bracket; counts all of them, also those for which the list has no room.
+template <typename Bits>
+__device__ void Collect(Shared& shared, const Row<Bits>& row, Segment segment, uint32_t bracket) {
+  const uint32_t lane = threadIdx.x % kLanes;
+  if (threadIdx.x == 0) {
+    shared.counts = {0, 0};
+    shared.highest = 0;
+    shared.before = {0, 0};
+  }
+  __syncthreads();
+  uint32_t ties = 0, highest = 0;
+  row.ForEachBatch(segment, [&](const uint32_t(&keys)[kBatch], uint32_t visible, uint32_t vector) {
+    uint32_t above = 0, equal = 0;
+#pragma unroll
+    for (uint32_t e = 0; e < kBatch; ++e) {
+      above |= static_cast<uint32_t>(keys[e] > bracket) << e;
+      equal |= static_cast<uint32_t>(keys[e] == bracket) << e;
+    }
+    above &= visible;
+    ties += __popc(equal & visible);
+    if (!__any_sync(kAllLanes, above != 0)) return;
+    const uint32_t mine = __popc(above);
+    uint32_t through = mine;  // what the lanes up to this one append
+#pragma unroll
+    for (uint32_t distance = 1; distance < kLanes; distance *= 2) {
+      const uint32_t before = __shfl_up_sync(kAllLanes, through, distance);
+      if (lane >= distance) through += before;
+    }
+    uint32_t first = 0;
+    if (lane == kLanes - 1) first = atomicAdd(&shared.counts.above, through);
+    uint32_t at = __shfl_sync(kAllLanes, first, kLanes - 1) + through - mine;
+#pragma unroll
+    for (uint32_t e = 0; e < kBatch; ++e) {
+      if ((above >> e & 1) == 0) continue;
+      highest = max(highest, keys[e]);
+      if (at < kCapacity) {
+        shared.keys[at] = keys[e];
+        shared.places[at] = Row<Bits>::PlaceIn(vector - segment.first, e);
+      }
+      ++at;
+    }
+  });
+  ties = __reduce_add_sync(kAllLanes, ties);
+  highest = __reduce_max_sync(kAllLanes, highest);
+  if (lane == 0) {
+    if (ties != 0) atomicAdd(&shared.counts.ties, ties);
+    if (highest != 0) atomicMax(&shared.highest, highest);
+  }
+}
+
+// Adds a thread's counts up into *sum, which all threads may read when they have met.
+__device__ inline void AddUp(Counts mine, Counts* sum) {
+  mine.above = __reduce_add_sync(kAllLanes, mine.above);
+  mine.ties = __reduce_add_sync(kAllLanes, mine.ties);
+  if (threadIdx.x % kLanes == 0) {
+    if (mine.above != 0) atomicAdd(&sum->above, mine.above);
+    if (mine.ties != 0) atomicAdd(&sum->ties, mine.ties);
+  }
+}
+
+// What the blocks of the cluster have counted, a lane for each block.
+struct Theirs {
+  Counts counts;
+  uint32_t highest;
+
+  __device__ Counts SumOfFirst(uint32_t blocks) const {
+    const bool is_in = threadIdx.x % kLanes < blocks;
+    return {__reduce_add_sync(kAllLanes, is_in ? counts.above : 0), __reduce_add_sync(kAllLanes, is_in ? counts.ties : 0)};
+  }
+};
+
+__device__ inline Theirs ReadCounts(Shared& shared) {
+  const auto cluster = cg::this_cluster();
+  const uint32_t block = threadIdx.x % kLanes;
+  if (block >= cluster.num_blocks()) return {};
+  return {*cluster.map_shared_rank(&shared.counts, block), *cluster.map_shared_rank(&shared.highest, block)};
+}
+
+// Counts the keys of the whole row, each block those of its own segment; all blocks get all counts.
+template <typename Bits>
+struct CountRow {
+  Shared& shared;
+  const Row<Bits>& row;
+  Segment segment;
+
+  __device__ TwoBins operator()(Range range, uint32_t shift) const {
+    const auto cluster = cg::this_cluster();
+    shared.scratch.ClearHistogram();
+    __syncthreads();
+    row.ForEachBatch(segment, [&](const uint32_t(&keys)[kBatch], uint32_t visible, uint32_t) {
+#pragma unroll
+      for (uint32_t e = 0; e < kBatch; ++e) {
+        if ((visible >> e & 1) != 0 && range.Has(keys[e])) {
+          atomicAdd(&shared.scratch.histogram[range.Bin(keys[e], shift)], 1u);
+        }
+      }
+    });
+    cluster.sync();  // every histogram is complete
+    const uint32_t upper = kBins - 1 - 2 * threadIdx.x;
+    TwoBins sum = {0, 0};
+    for (uint32_t rank = 0; rank < cluster.num_blocks(); ++rank) {
+      const uint32_t* histogram = cluster.map_shared_rank(shared.scratch.histogram, rank);
+      sum.upper += histogram[upper];
+      sum.lower += histogram[upper - 1];
+    }
+    cluster.sync();  // and has been read, and may be cleared
+    return sum;
+  }
+};
+
+// Lists the selected positions of one segment: those marked `above`, and the first of those marked as ties. Before it lie
+// `before.above` and `before.ties` of them; `ties` ties are selected in all. mark(start) sets the bits of the places
+// start .. start + kWindow of the segment.
+template <typename Mark>
+__device__ void Emit(Shared& shared, uint32_t places, int32_t position_of_place_0, Counts before, uint32_t ties,
+                     int32_t* positions, Mark mark) {
+  for (uint32_t start = 0; start < places; start += kWindow) {
+    __syncthreads();  // what lay where the bits lie has been read
+    auto* const above_words = reinterpret_cast<uint4*>(shared.bits.above);
+    auto* const tie_words = reinterpret_cast<uint4*>(shared.bits.ties);
+    above_words[threadIdx.x] = tie_words[threadIdx.x] = uint4{0, 0, 0, 0};
+    __syncthreads();
+    mark(start);
+    __syncthreads();
+    const uint4 above = above_words[threadIdx.x], tied = tie_words[threadIdx.x];
+    uint32_t selected[kWordsPerThread] = {above.x, above.y, above.z, above.w};
+    uint32_t tie[kWordsPerThread] = {tied.x, tied.y, tied.z, tied.w};
+    const uint64_t mine = static_cast<uint64_t>(__popc(tie[0]) + __popc(tie[1]) + __popc(tie[2]) + __popc(tie[3])) << 32 |
+                          static_cast<uint64_t>(__popc(selected[0]) + __popc(selected[1]) + __popc(selected[2]) +
+                                                __popc(selected[3]));
+    unsigned long long all;
+    const auto earlier = ExclusiveScan<unsigned long long>(shared.scratch, mine, &all);
+    const uint32_t ties_before = min(before.ties + static_cast<uint32_t>(earlier >> 32), ties);
+    uint32_t left = ties - ties_before;
+    int32_t* out = positions + before.above + static_cast<uint32_t>(earlier) + ties_before;
+#pragma unroll
+    for (uint32_t w = 0; w < kWordsPerThread; ++w) {
+      while (__popc(tie[w]) > left) tie[w] &= ~(1u << (31 - __clz(tie[w])));  // the lower positions come first
+      left -= __popc(tie[w]);
+      selected[w] |= tie[w];
+      const int32_t position = position_of_place_0 + static_cast<int32_t>(start + (threadIdx.x * kWordsPerThread + w) * 32);
+      for (uint32_t bits = selected[w]; bits != 0; bits &= bits - 1) *out++ = position + __ffs(bits) - 1;
+    }
+    before.above += static_cast<uint32_t>(all);
+    before.ties += static_cast<uint32_t>(all >> 32);
+  }
+}
+
+// All of a row that has no more than k visible scores.
+template <typename Bits>
+__device__ void SelectAll(Shared& shared, const Row<Bits>& row, uint32_t visible, uint32_t k, int32_t* positions,
+                          uint32_t* kth_bits) {
+  if (threadIdx.x == 0) shared.highest = 0;
+  __syncthreads();
+  uint32_t lowest = ~0u;
+  for (uint32_t i = threadIdx.x; i < k; i += kThreads) {
+    if (i < visible) lowest = min(lowest, row.KeyAt(i));
+    positions[i] = i < visible ? static_cast<int32_t>(i) : -1;
+  }
+  // The complement, so that the zero above is the neutral element.
+  const uint32_t complement = __reduce_max_sync(kAllLanes, ~lowest);
+  if (threadIdx.x % kLanes == 0) atomicMax(&shared.highest, complement);
+  __syncthreads();
+  if (threadIdx.x == 0) *kth_bits = ScoreBits(visible == 0 ? 0 : ~shared.highest);
+}
+
+template <typename Bits>
+__device__ void SelectFromRow(Shared& shared, const Bits* scores, uint32_t visible, uint32_t k, int32_t* positions,
+                              uint32_t* kth_bits) {
+  const auto cluster = cg::this_cluster();
+  const uint32_t rank = cluster.block_rank(), ranks = cluster.num_blocks();
+  const Row<Bits> row(scores, visible);
+  if (visible <= k) {
+    if (rank == 0) SelectAll(shared, row, visible, k, positions, kth_bits);
+    return;  // the whole cluster: nobody waits
+  }
+  const Segment segment = row.Part(rank, ranks);
+  row.Prefetch(segment);
+  const uint32_t bracket = Bracket(shared, row, visible, k);
+  Collect(shared, row, segment, bracket);
+  cluster.sync();  // all lists and counts are complete
+
+  const Theirs theirs = ReadCounts(shared);
+  const Counts all = theirs.SumOfFirst(ranks);
+  const uint32_t highest = __reduce_max_sync(kAllLanes, theirs.highest);
+  Counts before = theirs.SumOfFirst(rank);
+
+  Kth kth;
+  const bool is_listed = k <= all.above && all.above <= kCapacity;
+  if (is_listed) {
+    // A warp copies from one block, so that all are copied from at once.
+    const uint32_t warp = threadIdx.x / kLanes, other = warp % ranks;
+    const uint32_t start = theirs.SumOfFirst(other).above;
+    const uint32_t length = __shfl_sync(kAllLanes, theirs.counts.above, other);
+    const uint32_t* keys = cluster.map_shared_rank(shared.keys, other);
+    for (uint32_t i = warp / ranks * kLanes + threadIdx.x % kLanes; i < length; i += kThreads / ranks) {
+      shared.gathered[start + i] = keys[i];
+    }
+    __syncthreads();
+    cluster.barrier_arrive();  // this block reads no other's memory from here on
+    kth = FindKth(shared.scratch, Range{bracket, highest - bracket - 1}, k,
+                  CountList{shared.scratch, shared.gathered, all.above});
+    Counts mine = {0, 0};
+    for (uint32_t i = threadIdx.x; i < before.above; i += kThreads) {
+      mine.above += shared.gathered[i] > kth.key;
+      mine.ties += shared.gathered[i] == kth.key;
+    }
+    AddUp(mine, &shared.before);
+    __syncthreads();
+    before = shared.before;
+  } else if (all.above < k && k <= all.above + all.ties) {
+    cluster.barrier_arrive();
+    kth = {bracket, k - all.above};
+  } else {
+    // Above the bracket are more than the list holds, or fewer than k: below it, then, which is no NaN's key, as
+    // nothing would be below that.
+    const bool is_above = all.above >= k;
+    const Range range = is_above ? Range{bracket, highest - bracket - 1} : Range{0, bracket - 2};
+    kth = FindKth(shared.scratch, range, is_above ? k : k - all.above - all.ties, CountRow<Bits>{shared, row, segment});
+    if (threadIdx.x == 0) shared.counts = {0, 0};
+    __syncthreads();
+    Counts mine = {0, 0};
+    row.ForEachBatch(segment, [&](const uint32_t(&keys)[kBatch], uint32_t visible_keys, uint32_t) {
+#pragma unroll
+      for (uint32_t e = 0; e < kBatch; ++e) {
+        const uint32_t is_visible = visible_keys >> e & 1;
+        mine.above += is_visible & (keys[e] > kth.key);
+        mine.ties += is_visible & (keys[e] == kth.key);
+      }
+    });
+    AddUp(mine, &shared.counts);
+    cluster.sync();
+    before = ReadCounts(shared).SumOfFirst(rank);
+    cluster.barrier_arrive();
+  }
+
+  constexpr uint32_t kPerVector = Row<Bits>::kPerVector;
+  const uint32_t places = (segment.last - segment.first) * kPerVector;
+  const int32_t position_of_place_0 =
+      static_cast<int32_t>(segment.first * kPerVector) - static_cast<int32_t>(row.Begin());
+  if (is_listed) {
+    const uint32_t length = shared.counts.above;
+    Emit(shared, places, position_of_place_0, before, kth.ties, positions, [&](uint32_t start) {
+      for (uint32_t i = threadIdx.x; i < length; i += kThreads) {
+        const uint32_t key = shared.keys[i], place = shared.places[i] - start;
+        if (key < kth.key || place >= kWindow) continue;
+        atomicOr((key > kth.key ? shared.bits.above : shared.bits.ties) + place / 32, 1u << (place % 32));
+      }
+    });
+  } else {
+    Emit(shared, places, position_of_place_0, before, kth.ties, positions, [&](uint32_t start) {
+      const uint32_t first = segment.first + start / kPerVector;
+      const Segment window = {first, min(first + kWindow / kPerVector, segment.last)};
+      row.ForEachBatch(window, [&](const uint32_t(&keys)[kBatch], uint32_t visible_keys, uint32_t vector) {
+#pragma unroll
+        for (uint32_t e = 0; e < kBatch; ++e) {
+          if ((visible_keys >> e & 1) == 0 || keys[e] < kth.key) continue;
+          const uint32_t place = Row<Bits>::PlaceIn(vector - first, e);
+          atomicOr((keys[e] > kth.key ? shared.bits.above : shared.bits.ties) + place / 32, 1u << (place % 32));
+        }
+      });
+    });
+  }
+  if (rank == 0 && threadIdx.x == 0) *kth_bits = ScoreBits(kth.key);
+  __syncwarp();
+  cluster.barrier_wait();  // no block leaves while another may read its memory
+}
+
+}  // namespace echo_ffi::top_k
+
+#endif  // ECHO_FFI_TOP_K_KERNEL_CUH_
