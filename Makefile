@@ -68,11 +68,12 @@ $(RUNTIME): pyproject.toml constraints.txt $(LIBRARY)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 
-# The CUDA plug-in comes without what it needs to run (gigabytes): the tests only compile with it, for a GPU that is not here.
+# The CUDA plug-in comes without what it needs to run (gigabytes) and into a folder that only the compile tests look at.
 $(DEVELOPMENT): $(RUNTIME)
 	@echo "installing the tools for tests and lint"
 	@$(BIN)/python tools/requirements.py dev > $(VENV)/development.txt
 	@$(BIN)/python tools/requirements.py cuda13 > $(VENV)/cuda.txt
 	@$(INSTALL) -r $(VENV)/development.txt
-	@$(INSTALL) --no-deps -r $(VENV)/cuda.txt || echo "no CUDA plug-in for this platform; the compile tests will be skipped"
+	@$(INSTALL) --no-deps --upgrade --target $(VENV)/compile-only -r $(VENV)/cuda.txt || \
+	  echo "no CUDA plug-in for this platform; the compile tests will be skipped"
 	@touch $@

@@ -35,8 +35,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from echo_jax import recall
 from echo_jax import state as state_lib
 from echo_jax.config import CacheConfig
 from echo_jax.decode import DecodeConfig
@@ -134,6 +136,11 @@ class EchoWorker(nnx.Module):
         for layer, cache in zip(layers, state.layers, strict=True):
             layer.cache.set_value(cache)
 
+    def close(self, layers: Iterable[EchoAttention]) -> None:
+        """Gives the memory of the cache back at once, host pool included; worker and layers cannot step again."""
+        layers = tuple(layers)
+        state_lib.destroy(self.state(layers))
+
 
 class EchoStep:
     """One step of a worker. A value of the trace, not a module: nothing of it stays behind."""
@@ -150,15 +157,20 @@ class EchoStep:
         if layer.number != number:
             raise ValueError(f"layer {layer.number} was called when layer {number} was due; call each once, in order")
         shared = self.outputs[-1] if config.layer_kinds[number] == SHARED else None
+        state, host_pool, staging = layer.cache.get_value(), self.worker.host_pool.get_value(), None
+        if shared is not None and host_pool is not None and config.read_ahead:
+            selected = shared.selection.positions
+            staging = recall.read_ahead(config, state, host_pool, jnp.int32(number), self.view, selected)
         cache, output = echo_layer(
             config,
-            layer.cache.get_value(),
-            self.worker.host_pool.get_value(),
+            state,
+            host_pool,
             number,
             self.view,
             inputs,
             scale=layer.model.attention_scale,
             shared=shared,
+            staging=staging,
         )
         layer.cache.set_value(cache)
         self.layers.append(layer)

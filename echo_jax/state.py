@@ -6,7 +6,9 @@ pools and the host pool. Knows no model and no token.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -43,6 +45,30 @@ def create(config: CacheConfig, device: Any = None) -> EchoState:
     layers = tuple(jax.device_put(one_layer(kind), device) for kind in config.layer_kinds)
     start = jax.device_put((tables.initial(config), jnp.int32(0)), device)
     return EchoState(tables=start[0], layers=layers, host_pool=host_pool, step=start[1])
+
+
+def destroy(state: EchoState) -> None:
+    """Gives the memory of every array back at once, the host pool's locked pages included, whoever still refers to the
+    state. Arrays that a step has taken are skipped, so it can be called twice."""
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            leaf.delete()
+
+
+@contextlib.contextmanager
+def opened(config: CacheConfig, device: Any = None) -> Iterator[list[EchoState]]:
+    """A cache for the length of a `with`: yields a list of one state, to be replaced by each that follows it, and gives
+    its memory back at the end, also after an error.
+
+        with state.opened(config) as held:
+            held[0], output = decode_step(params, held[0], tokens, config=...)
+    """
+    held = [create(config, device)]
+    try:
+        yield held
+    finally:
+        for state in held:
+            destroy(state)
 
 
 def begin_step(config: CacheConfig, state: EchoState, tokens_per_seat: int | None = None) -> StepView:

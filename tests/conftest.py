@@ -25,6 +25,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
+# The CUDA plug-in, for compiling ahead of time alone, lies beside the packages and not among them: without a GPU's
+# libraries it would complain at every start of every program in the environment.
+_PLUGIN = os.path.join(sys.prefix, "compile-only")
+if os.path.isdir(_PLUGIN):
+    sys.path.append(_PLUGIN)
+
 # jax's persistent compilation cache stays off. CI starts from a fresh clone, so only a second process of the
 # same run could gain; on a developer's machine a kept executable would hide that the code no longer compiles.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)

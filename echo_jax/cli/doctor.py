@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from echo_jax import pinning
 from echo_jax.cli import output
 from echo_jax.cli.errors import refusing_wrong_input
 from echo_jax.cli.options import option
@@ -150,7 +151,20 @@ def _pinned(name: str) -> Finding:
     kinds = sorted({memory.kind for memory in device.addressable_memories()})
     if _compat.HOST_KIND not in kinds:
         return Finding(name, MISSING, f"{device.platform} has {', '.join(kinds)}", "use a jax of 0.11.2 or newer")
-    return Finding(name, OK, f"{device.platform} has {', '.join(kinds)}")
+    text = f"{device.platform} has {', '.join(kinds)}"
+    if device.platform == "cpu":
+        return Finding(name, OK, f"{text}; on a CPU nothing is locked")
+    return Finding(name, OK, f"{text}; {_pinning()}")
+
+
+def _pinning() -> str:
+    """What a pool could take, on which NUMA node it should lie, and how long locking its pages takes."""
+    parts = [f"XLA locks at most {pinning.limit_gb()} GB ({pinning.LIMIT_VARIABLE})"]
+    if (available := pinning.available_bytes()) is not None:
+        parts.insert(0, f"{output.size(available)} of host memory available")
+    parts.append(f"about {pinning.SECONDS_PER_PINNED_GIB} s for each GiB")
+    parts += [f"GPU {bus} is on NUMA node {node}" for bus, node in pinning.numa_nodes().items()]
+    return ", ".join(parts)
 
 
 def _host_memory(name: str) -> Finding:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from echo_jax import threshold
+from echo_jax import pinning, threshold
 from echo_jax.checkpoints.layout import is_never_narrowed, stored_tensors
 from echo_jax.cli import options as options_lib
 from echo_jax.cli import output
@@ -105,7 +105,8 @@ def execute(options: PlanOptions) -> int:
         bill = bill_of(config, weights)
         facts = _facts(config)
         fits = [] if options.device_memory is None else _fits(options, config, weights, context)
-        for row in ({"row": "config", "command": "plan"} | options_lib.record(options), *bill, facts, *fits):
+        pinning = {"row": "pinning", "bytes": config.cache.host_bytes(), "seconds": pinning_seconds(config)}
+        for row in ({"row": "config", "command": "plan"} | options_lib.record(options), *bill, facts, pinning, *fits):
             rows.add(row)
         if not options.json:
             _print(options, config, bill, facts, fits)
@@ -180,6 +181,11 @@ def device_total(config: DecodeConfig, weights: int) -> int:
     workspace = max(prefill_bytes(config), decode_bytes(config))
     extras = _threshold_bytes(config.cache) + _table_bytes(config.cache)
     return weights + sum(config.cache.device_bytes().values()) + extras + workspace
+
+
+def pinning_seconds(config: DecodeConfig) -> float:
+    """An estimate of how long the host pool's pages take to be locked, once, on a machine with a GPU."""
+    return round(config.cache.host_bytes() / 2**30 * pinning.SECONDS_PER_PINNED_GIB, 1)
 
 
 # ---- what fits -------------------------------------------------------------------------------------------
@@ -273,6 +279,10 @@ def _print(options: PlanOptions, config: DecodeConfig, bill: list, facts: dict, 
         f"\none more token: {output.size(facts['device_bytes_offloaded'])} on the device and "
         f"{output.size(facts['host_bytes_offloaded'])} on the host; without offload "
         f"{output.size(facts['device_bytes_resident'])} on the device"
+    )
+    console.print(
+        f"on a GPU the host pool of {output.size(cache.host_bytes())} is locked in memory, once: about "
+        f"{pinning_seconds(config):.1f} s, on the GPU's own NUMA node (`echo-jax doctor` names it)"
     )
     if not fits:
         console.print("\ngive --device-memory to see what fits")

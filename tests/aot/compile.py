@@ -15,6 +15,7 @@ import importlib.util
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,11 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+
+# Where the Makefile puts the CUDA plug-in; tests/conftest.py does the same for pytest, before jax starts.
+_PLUGIN = os.path.join(sys.prefix, "compile-only")
+if os.path.isdir(_PLUGIN) and _PLUGIN not in sys.path:
+    sys.path.append(_PLUGIN)
 
 TARGET = Path(__file__).resolve().parent / "h200.txtpb"
 
