@@ -24,6 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from bench.harness import Measurement, summarise
 
@@ -91,7 +93,7 @@ def chain_time(
 
 
 def graph_time(
-    function: Callable[..., Any], *arguments: Any, calls: int = 20, repeats: int = REPEATS, warmup: int = 3
+    function: Callable[..., Any], *arguments: Any, calls: int = 10, repeats: int = REPEATS, warmup: int = 3
 ) -> Measurement:
     """Time per call, us, inside one CUDA graph: `calls` times (overwrite the L2, call), less as many overwrites alone.
 
@@ -99,33 +101,72 @@ def graph_time(
     longer program, less the same median. `kernel_times` has a kernel's own time; this one shows what gaps add to it.
     """
 
-    def program(with_calls: bool):
-        def run(swept, arguments):
-            out = ()
-            for _ in range(calls):
-                swept = lax.optimization_barrier(swept + jnp.uint32(1))
-                if with_calls:
-                    swept, arguments = lax.optimization_barrier((swept, arguments))
-                    out = function(*arguments)
-                    # The next overwrite waits for this call, and the call is used.
-                    swept, arguments, out = lax.optimization_barrier((swept, arguments, out))
-            return swept, out
-
-        return jax.jit(run, donate_argnums=0)
-
     medians = []
-    for with_calls in (False, True):
-        run, swept = program(with_calls), _sweep_buffer()
+    for number in (0, calls):
+        run = jax.jit(repeated(function, number, calls))
         for _ in range(warmup):
-            swept = jax.block_until_ready(run(swept, arguments))[0]
+            jax.block_until_ready(run(arguments))
         durations = []
         for _ in range(repeats):
             started = time.perf_counter()
-            swept = jax.block_until_ready(run(swept, arguments))[0]
+            jax.block_until_ready(run(arguments))
             durations.append((time.perf_counter() - started) * 1e6 / calls)
         medians.append(summarise(durations))
     without, full = medians
     return Measurement(full.median - without.median, full.p10 - without.median, full.p90 - without.median, full.repeats)
+
+
+def repeated(function: Callable[..., Any], calls: int, sweeps: int) -> Callable[..., Any]:
+    """arguments -> numbers: `sweeps` times overwrites the L2, after each of the first `calls` calls `function`.
+
+    What must follow something reads from it: the smallest argument has a 0 added that comes from the buffer just
+    written, and the next overwrite takes the result as an operand. Optimisation barriers would not do: XLA drops them
+    and then merges equal calls. The overwriting is a kernel that XLA cannot look into. With calls and without, one
+    tiny kernel stands after each overwrite: an addition, or what takes its place.
+    """
+
+    def run(arguments):
+        leaves, tree = jax.tree.flatten(arguments)
+        smallest = min(range(len(leaves)), key=lambda index: leaves[index].size)
+        number = jnp.zeros((1,), jnp.uint32)
+        before = number
+        for index in range(sweeps):
+            before = overwrite(number, before)[:1] >> 31
+            if index < calls:
+                leaves[smallest] = leaves[smallest] + before[0].astype(leaves[smallest].dtype)
+                before = jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))[0]
+        return leaves[smallest], before
+
+    return run
+
+
+@jax.jit
+def overwrite(number: jax.Array, before: jax.Array) -> jax.Array:
+    """u32[1] -> u32[SWEPT_BYTES // 4] of it, after `before` is there: replaces whatever was in the L2."""
+    chunk, blocks = 8192, 1056
+    step = chunk * blocks
+
+    def fill(number, before, out):
+        del before  # an operand, so that XLA waits for it
+        values = plgpu.layout_cast(
+            jnp.full((chunk,), number[0], jnp.uint32), plgpu.Layout.WG_STRIDED((chunk,), vec_size=4)
+        )
+
+        @pl.loop(0, pl.cdiv(out.shape[0], step))
+        def _(index):
+            start = index * step + lax.axis_index("block") * chunk
+
+            @pl.when(start < out.shape[0])
+            def _():
+                out[pl.ds(start, chunk)] = values
+
+    return plgpu.kernel(
+        fill,
+        out_type=jax.ShapeDtypeStruct((SWEPT_BYTES // 4 // chunk * chunk,), jnp.uint32),
+        grid=(blocks,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(number, before)
 
 
 @dataclasses.dataclass(frozen=True)

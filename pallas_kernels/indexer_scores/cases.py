@@ -80,6 +80,21 @@ class Inputs:
             scores[seat, row, :seen] *= self.scales[seat, :seen]
         return scores
 
+    def judge(self, scores: np.ndarray, is_exact: bool, tensor_core: bool) -> float:
+        """AssertionError unless `scores` are right: what is hidden, exactly; then the values, equal where they can be.
+
+        Returns the largest error over what is allowed.
+        """
+        scores, wanted = np.asarray(scores, np.float64), self.oracle()
+        np.testing.assert_array_equal(np.isneginf(scores), np.isneginf(wanted))
+        seen = ~np.isneginf(wanted)
+        if is_exact:
+            np.testing.assert_array_equal(scores[seen], wanted[seen])
+            return 0.0
+        share = np.abs(scores[seen] - wanted[seen]) / self.tolerance(tensor_core)[seen]
+        assert (share <= 1).all(), f"an error is {np.max(share):.3f} of what is allowed"
+        return float(np.max(share))
+
     def tolerance(self, tensor_core: bool) -> np.ndarray:
         """f64[B, T, 64 N]: how far a right f32 score may be from the oracle.
 

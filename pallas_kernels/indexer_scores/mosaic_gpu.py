@@ -81,14 +81,22 @@ class Shape:
 
     @property
     def stages(self) -> int:
+        """As many as are asked for and fit."""
         queries = 2 * self.rows * (self.heads * WIDTH * (1 if self.is_fp8 else 2) + WEIGHTS * 4)
-        fitting = (SHARED_BYTES - queries) // (self.tokens * (WIDTH + 4 if self.is_fp8 else 2 * WIDTH))
-        if fitting < 2:
-            raise NotImplementedError(
-                f"{self.rows} query rows of {self.heads} heads and tiles of {self.tokens} keys leave shared memory for "
-                f"{fitting} stages, and 2 are needed; use a smaller tile"
-            )
-        return min(self.tuning.stages, fitting)
+        bytes_per_stage = self.tokens * (WIDTH + 4 if self.is_fp8 else 2 * WIDTH)
+        return min(self.tuning.stages, (SHARED_BYTES - queries) // bytes_per_stage)
+
+    def fitted(self) -> Shape:
+        """The same with tiles small enough that loading and maths have a stage each: many query rows take much room."""
+        shape = self
+        while shape.stages < 2:
+            if shape.tuning.math == 1:
+                raise NotImplementedError(
+                    f"{self.rows} query rows of {self.heads} heads leave shared memory for {shape.stages} stages of "
+                    f"{shape.tuning.pages_per_math} pages, and 2 are needed; lower pages_per_math"
+                )
+            shape = dataclasses.replace(shape, tuning=dataclasses.replace(shape.tuning, math=shape.tuning.math // 2))
+        return shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +144,7 @@ def score_pages(
         tuning = dataclasses.replace(tuning, pages_per_math=1)
     is_fp8 = query.dtype == jnp.float8_e4m3fn
     shape = Shape(seats, rows, heads, page_count, pages.shape[0], is_fp8, tuning, interpret is not None)
+    shape = shape.fitted()
     operands = [query, weights, page_numbers, visible, pages]
     if is_fp8:
         # Two views of the same bytes: a page is 64 keys of 128 B and then 256 B of scales, that is 66 rows of 128 B
@@ -271,15 +280,16 @@ def load(shape: Shape, refs: Refs) -> None:
     groups = (work + group - 1) // group
     progress, *_ = lax.fori_loop(0, groups, load_group, (Progress.start(), *read_group(shape, refs, 0)))
     # The last use of each buffer is waited for as well: no completion of a barrier may stay unobserved.
-    for barriers, buffers, used in (
-        (refs.keys_empty, shape.stages, progress.scored),
-        (refs.query_empty, 2, progress.seats),
-    ):
-        for buffer in range(buffers):
+    drain(refs.keys_empty, shape.stages, progress.scored)
+    drain(refs.query_empty, 2, progress.seats)
 
-            @pl.when(buffer < used)
-            def _(barriers=barriers, buffer=buffer):
-                plgpu.barrier_wait(barriers.at[buffer])
+
+def drain(empty: Any, buffers: int, used: Any) -> None:
+    for buffer in range(buffers):
+
+        @pl.when(buffer < used)
+        def _(buffer=buffer):
+            plgpu.barrier_wait(empty.at[buffer])
 
 
 def read_group(shape: Shape, refs: Refs, group: Any) -> tuple[Any, ...]:
@@ -301,6 +311,7 @@ def load_query(shape: Shape, refs: Refs, seat: Any, progress: Progress) -> None:
     @pl.when(progress.seats >= 2)
     def _():
         plgpu.barrier_wait(refs.query_empty.at[buffer])
+        plgpu.commit_smem()  # the weights were read as plain memory, and are overwritten by TMA
 
     full = refs.query_full.at[buffer]
     for row in range(shape.rows):
@@ -314,6 +325,8 @@ def load_keys(shape: Shape, refs: Refs, numbers: list[Any], progress: Progress) 
     @pl.when(progress.scored >= shape.stages)
     def _():
         plgpu.barrier_wait(refs.keys_empty.at[stage])
+        if shape.is_fp8:
+            plgpu.commit_smem()  # so were the scales
 
     full = refs.keys_full.at[stage]
     for page, number in enumerate(numbers):

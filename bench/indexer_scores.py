@@ -1,0 +1,255 @@
+"""Index scores on an H200: right, then how fast, against the bandwidth of the same run and XLA's own form.
+
+    python -m bench.indexer_scores [check] [bench] [tune] [once]      (none: check, then bench)
+
+check  every case of `pallas_kernels.indexer_scores.cases` against its oracle, each call twice, about 50 s
+bench  the claims C.* and the table beside DeepGEMM's, about 60 s; writes rows
+tune   tile sizes at three shapes, about 60 s; prints only
+once   a few calls at 32 x 98,304 and nothing else, for a profiler that wants CUPTI to itself
+
+It knows shapes, claims and which bytes count: 132 read (FP8) or 256 (bf16) and 4 written for each position. How time is
+taken is in `gpu_timing`, how a row is written in `harness`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import pallas_kernels
+from bench import gpu_timing, harness
+from pallas_kernels import dispatch
+from pallas_kernels.indexer_scores import cases, mosaic_gpu, reference
+
+HEADS, WIDTH, PAGE = 64, 128, 64
+LENGTHS, BATCHES = (98_304, 65_536, 32_768), (1, 8, 32, 102)
+CLAIMS = {seats: f"C.fp8_{seats}x98k" for seats in BATCHES}
+# Microseconds of DeepGEMM 2.6.1 on an H200, by CUDA graph replay; the bars of the claims come from the last column.
+DEEPGEMM = {
+    1: {32_768: 7.2, 65_536: 9.0, 98_304: 10.4},
+    8: {32_768: 17.6, 65_536: 28.1, 98_304: 38.0},
+    32: {32_768: 46.3, 65_536: 81.1, 98_304: 114.8},
+    102: {32_768: 121.7, 65_536: 230.7, 98_304: 339.0},
+}
+FILE = "indexer_scores.jsonl"
+METHOD = "median of 30; L2 overwritten before each call; pages of a seat scattered over the pool; query already in FP8"
+VARIANTS = (
+    mosaic_gpu.Tuning(1, 4, 6, 4),
+    mosaic_gpu.Tuning(1, 4, 6, 1),
+    mosaic_gpu.Tuning(1, 4, 3, 4),
+    mosaic_gpu.Tuning(1, 2, 12, 4),
+    mosaic_gpu.Tuning(1, 3, 8, 4),
+    mosaic_gpu.Tuning(2, 2, 6, 4),
+    mosaic_gpu.Tuning(2, 3, 4, 2),
+    mosaic_gpu.Tuning(2, 4, 3, 2),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """One measurement: kernel time by CUPTI and, where taken, the cost of a call inside a graph; us."""
+
+    kernel: harness.Measurement
+    graph: harness.Measurement | None
+    bytes_moved: int
+
+    def bandwidth(self) -> float:
+        return self.bytes_moved / (self.kernel.median * 1e-6)
+
+
+def arguments(keys: str, seats: int, length: int) -> tuple[jax.Array, ...]:
+    """Random stored keys on the device; every seat has its own pages, scattered over the pool."""
+    pool = seats * length // PAGE
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def fill(key, distinct):
+        values = jax.random.normal(key, (distinct, PAGE, WIDTH))
+        if keys == "bf16":
+            return jnp.take(values.astype(jnp.bfloat16), jnp.arange(pool) % distinct, axis=0)
+        codes = lax.bitcast_convert_type((100 * values).astype(jnp.float8_e4m3fn), jnp.uint8)
+        scales = jnp.exp2(jnp.round(jax.random.normal(key, (distinct, PAGE)))) / 128
+        scales = lax.bitcast_convert_type(scales, jnp.uint8).reshape(distinct, -1)
+        page = jnp.concatenate([codes.reshape(distinct, -1), scales], axis=1)
+        return jnp.take(page, jnp.arange(pool) % distinct, axis=0)
+
+    random = np.random.default_rng(0)
+    stored = jnp.float8_e4m3fn if keys == "fp8" else jnp.bfloat16
+    query = jnp.asarray(random.standard_normal((seats, 1, HEADS, WIDTH), np.float32)).astype(stored)
+    weights = jnp.asarray(random.standard_normal((seats, 1, HEADS), np.float32))
+    numbers = jnp.asarray(random.permutation(pool).reshape(seats, -1).astype(np.int32))
+    visible = jnp.full((seats, 1), length, jnp.int32)
+    return jax.block_until_ready((query, weights, fill(jax.random.key(0), min(pool, 4096)), numbers, visible))
+
+
+def kernel(tuning: mosaic_gpu.Tuning | None = None) -> Any:
+    return jax.jit(functools.partial(pallas_kernels.indexer_scores, implementation="mosaic_gpu", tuning=tuning))
+
+
+@jax.jit
+def xla_form(query, weights, pages, numbers, visible):
+    """What XLA makes of it at its best: gather, one bf16 einsum (exact products, f32 sums), and element-wise work."""
+
+    def seat(query, weights, numbers, visible):
+        stored = pages[numbers]
+        if pages.dtype == jnp.uint8:
+            codes = lax.bitcast_convert_type(stored[:, : PAGE * WIDTH], jnp.float8_e4m3fn).reshape(-1, WIDTH)
+            scales = lax.bitcast_convert_type(stored[:, PAGE * WIDTH :].reshape(-1, PAGE, 4), jnp.float32).reshape(-1)
+        else:
+            codes, scales = stored.reshape(-1, WIDTH), jnp.ones((1,), jnp.float32)
+        products = jnp.einsum(
+            "tgd,pd->tgp",
+            query.astype(jnp.bfloat16),
+            codes.astype(jnp.bfloat16),
+            preferred_element_type=jnp.float32,
+        )
+        score = jnp.sum(jax.nn.relu(products) * weights[..., None], axis=1) * scales[None]
+        return jnp.where(jnp.arange(score.shape[-1])[None] < visible[:, None], score, -jnp.inf)
+
+    return jax.vmap(seat)(query, weights, numbers, visible)
+
+
+def measure(function: Any, inputs: tuple[jax.Array, ...], in_graph: bool) -> Timed:
+    positions = inputs[3].size * PAGE
+    per_key = WIDTH + 4 if inputs[2].dtype == jnp.uint8 else 2 * WIDTH
+    times = gpu_timing.kernel_times(function, *inputs)
+    graph = gpu_timing.graph_time(function, *inputs) if in_graph else None
+    return Timed(times.total, graph, positions * (per_key + 4))
+
+
+def check() -> None:
+    print("check: largest error over what is allowed; 0 where scores must be equal", flush=True)
+    for case in cases.CORNERS + cases.FAR:
+        started = time.perf_counter()
+        inputs = cases.make(case)
+        on_device = jax.device_put(inputs.arguments)
+        score = kernel()
+        first, second = np.asarray(score(*on_device)), np.asarray(score(*on_device))
+        share = inputs.judge(first, is_exact=case.values == "exact", tensor_core=True)
+        np.testing.assert_array_equal(first.view(np.uint32), second.view(np.uint32))
+        print(f"  {cases.identifier(case):40} {share:8.4f}   {time.perf_counter() - started:5.1f} s", flush=True)
+
+
+def bench() -> None:
+    limit = gpu_timing.device_bandwidth()
+    print(f"copy {limit.copy / 1e12:.2f} TB/s, read {limit.read / 1e12:.2f} TB/s in this run")
+    for name, value in (("copy", limit.copy), ("read", limit.read)):
+        harness.record(
+            value=value / 1e12, unit="TB/s", name=f"device memory, {name} by XLA, 1 GiB", file=FILE, method="CUPTI"
+        )
+    print("FP8, 64 heads    us: kernel [p10 p90]   in a graph   DeepGEMM    TB/s   of the copy bandwidth")
+    for length in LENGTHS:
+        for seats in BATCHES:
+            inputs = arguments("fp8", seats, length)
+            timed = measure(kernel(), inputs, in_graph=length == LENGTHS[0])
+            beside = DEEPGEMM[seats][length]
+            report(f"{seats:3} x {length:6}", timed, beside, limit)
+            write("fp8", seats, length, timed, limit, CLAIMS[seats] if length == LENGTHS[0] else None)
+            if (seats, length) == (32, LENGTHS[0]):
+                fp8_32, xla = timed, measure(xla_form, inputs, in_graph=False)
+                worst = np.nanmax(np.abs(np.asarray(kernel()(*inputs)) - np.asarray(xla_form(*inputs))))
+                print(f"      XLA's form: {xla.kernel.median:.1f} us; the largest difference is {worst:.3g}")
+                harness.record(
+                    "C.xla_ratio_32x98k",
+                    value=xla.kernel.median / fp8_32.kernel.median,
+                    unit="ratio",
+                    file=FILE,
+                    shapes=dict(seats=seats, length=length, heads=HEADS, keys="fp8"),
+                    method="sums of kernel times (CUPTI), " + METHOD,
+                    notes=f"gather, one bf16 einsum, element-wise work: {xla.kernel.median:.1f} us",
+                )
+            del inputs
+    inputs = arguments("bf16", 32, LENGTHS[0])
+    timed = measure(kernel(), inputs, in_graph=False)
+    report("bf16 32 x  98304", timed, None, limit)
+    write("bf16", 32, LENGTHS[0], timed, limit, None)
+    harness.record(
+        "C.bf16_32x98k_fraction",
+        value=timed.bandwidth() / limit.copy,
+        unit="ratio",
+        file=FILE,
+        shapes=dict(seats=32, length=LENGTHS[0], heads=HEADS, keys="bf16"),
+        method="kernel time (CUPTI), " + METHOD,
+        notes=f"{timed.kernel.median:.1f} us; the limit is the copy bandwidth of the run, {limit.copy / 1e12:.2f} TB/s",
+    )
+
+
+def report(label: str, timed: Timed, beside: float | None, limit: gpu_timing.Bandwidth) -> None:
+    graph = f"{timed.graph.median:8.1f}" if timed.graph else "       -"
+    other = f"{beside:8.1f}" if beside else "       -"
+    spread = f"[{timed.kernel.p10:.1f} {timed.kernel.p90:.1f}]"
+    bandwidth = f"{timed.bandwidth() / 1e12:8.2f} {timed.bandwidth() / limit.copy:8.2f}"
+    print(f"{label:16} {timed.kernel.median:8.1f} {spread:16} {graph:>10} {other:>10} {bandwidth}", flush=True)
+
+
+def write(keys: str, seats: int, length: int, timed: Timed, limit: gpu_timing.Bandwidth, claim: str | None) -> None:
+    """A claim is answered by the cost of a call in a graph, as DeepGEMM was timed; the kernel's time is a row apart."""
+    shapes = dict(seats=seats, length=length, heads=HEADS, keys=keys, rows=1)
+    common: dict[str, Any] = dict(
+        unit="us", file=FILE, shapes=shapes, fraction_of_limit=round(timed.bandwidth() / limit.copy, 4)
+    )
+    notes = (
+        f"limit: copy bandwidth of the run, {limit.copy / 1e12:.2f} TB/s; {timed.bandwidth() / 1e12:.2f} TB/s reached"
+    )
+    if claim and timed.graph:
+        method = "CUDA graph of 10 calls, less the graph without them; " + METHOD
+        harness.record(claim, value=timed.graph, method=method, notes=notes, **common)
+    harness.record(
+        value=timed.kernel,
+        name=f"index scores, {keys}, {HEADS} heads, {seats} x {length}: kernel time",
+        method="kernel time (CUPTI), " + METHOD,
+        notes=notes,
+        **common,
+    )
+
+
+def tune() -> None:
+    print("tune: kernel us at (1, 8, 32) x 98,304")
+    inputs = {seats: arguments("fp8", seats, LENGTHS[0]) for seats in (1, 8, 32)}
+    for tuning in VARIANTS:
+        times = [gpu_timing.kernel_times(kernel(tuning), *inputs[seats]).total.median for seats in inputs]
+        print(f"  {describe(tuning):60}", "  ".join(f"{value:7.1f}" for value in times), flush=True)
+    print("tune: kernel us at 32 x 98,304, bf16")
+    wide = arguments("bf16", 32, LENGTHS[0])
+    for tuning in VARIANTS:
+        time_us = gpu_timing.kernel_times(kernel(tuning), *wide).total.median
+        print(f"  {describe(tuning):60} {time_us:7.1f}", flush=True)
+
+
+def describe(tuning: mosaic_gpu.Tuning) -> str:
+    return ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(tuning).items())
+
+
+def once() -> None:
+    inputs = arguments("fp8", 32, LENGTHS[0])
+    score = kernel()
+    for _ in range(3):
+        jax.block_until_ready(score(*inputs))
+    print("called three times with", describe(dispatch.tuned(True, inputs[3].size)))
+
+
+def main(parts: list[str]) -> int:
+    known = dict(check=check, bench=bench, tune=tune, once=once)
+    if unknown := [part for part in parts if part not in known]:
+        print(f"{unknown[0]!r} is none of {', '.join(known)}", file=sys.stderr)
+        return 2
+    if jax.devices()[0].platform != "gpu":
+        print(f"needs an NVIDIA GPU; jax sees {jax.devices()[0].platform}", file=sys.stderr)
+        return 2
+    for part in parts or ["check", "bench"]:
+        started = time.perf_counter()
+        known[part]()
+        print(f"{part}: {time.perf_counter() - started:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    assert reference.PAGE == PAGE
+    sys.exit(main(sys.argv[1:]))
