@@ -13,8 +13,8 @@ from echo_jax.replay.cost import CostModel, Exposed
 from echo_jax.replay.rules import INDEXER, LAYER
 from echo_jax.replay.run import run_layer
 from echo_jax.replay.settings import Setting, plan
-from tests import test_replay
-from tests.test_replay import INFO, PAIRS, RECORDS, STEPS, history
+from tests import test_replay_counts
+from tests.test_replay_counts import INFO, PAIRS, RECORDS, STEPS, history
 
 ROUND = CostModel("round", "", 5.0, 100.0, 0.5, 10.0, 0.01, 40.0)
 """A row of 150 bytes takes 2 us."""
@@ -126,7 +126,8 @@ def test_a_row_is_the_sum_of_its_steps():
     assert row["threshold_error"]["signed"] == pytest.approx(each.error[skip:, place].sum() / predictions, rel=1e-5)
     assert row["threshold_error"]["above_share"] == each.above[skip:, place].sum() / predictions
     assert (
-        row["candidates_per_k"] == each.candidates[skip:, place].sum() / test_replay.K / shared.predictable[skip:].sum()
+        row["candidates_per_k"]
+        == each.candidates[skip:, place].sum() / test_replay_counts.K / shared.predictable[skip:].sum()
     )
     assert (
         row["reselected"] == each.reselected[skip:, place].sum() and row["nan_scores"] == shared.nan_scores[skip:].sum()

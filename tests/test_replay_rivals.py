@@ -14,7 +14,7 @@ from echo_jax.traces import TraceInfo
 from tests.oracles import replay as oracle
 from tests.oracles.select import top_k
 from tests.oracles.threshold import Never
-from tests.test_replay import RECORDS, STEPS, K, P, R, history
+from tests.test_replay_counts import RECORDS, STEPS, K, P, R, history
 
 PAGE, SLOTS = 3, 8
 
