@@ -214,9 +214,10 @@ def _why_other_gpu(architectures: Sequence[str], devices: Sequence[Any]) -> str 
 
 
 def _runs_on(architecture: str, number: int) -> bool:
+    architecture = architecture.partition("-")[0]  # CMake's "90a-real" is code for 90a
     if architecture[-1].isalpha():
         return architecture[:-1] == str(number)
-    built = int(architecture.partition("-")[0])
+    built = int(architecture)
     return built <= number and built // 10 == number // 10
 
 

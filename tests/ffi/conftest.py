@@ -1,4 +1,7 @@
-"""Fixtures of the FFI tests: the built library, and pools of both kinds of host memory."""
+"""Fixtures of the FFI tests: the built library, the devices it serves, and pools of both kinds of host memory.
+
+The same tests run on a GPU: JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/ffi
+"""
 
 from __future__ import annotations
 
@@ -11,34 +14,48 @@ import pytest
 
 from echo_jax import _ffi, hostmem
 
-DEVICE = jax.devices("cpu")[0]
+CPU = jax.devices("cpu")[0]
+_chosen = [CPU]
 
 
 @pytest.fixture
 def library():
     """The library is there. Where a compiler is, its absence is a failure and not a reason to skip."""
-    reason = _ffi.why_unavailable("cpu")
-    if reason is None:
-        return
-    if any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
-        pytest.fail(f"there is a C++ compiler, but no library: {reason}")
-    pytest.skip(reason)
+    _needs_library("cpu", ("c++", "g++", "clang++"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request):
+    """Each device that a test runs on: its arrays are there, those of `on_device` and those that nobody placed."""
+    device = jax.devices(request.param)[0]
+    _chosen.append(device)
+    with jax.default_device(device):
+        yield device
+    _chosen.pop()
 
 
 @pytest.fixture(params=list(hostmem.HostMemory), ids=lambda memory: memory.value)
-def memory(request):
-    """Each kind of host memory; the pinned one where the library is."""
+def memory(request, device):
+    """Each kind of host memory of the device; the pinned one where the library is."""
+    if request.param is hostmem.HostMemory.PINNED:
+        _needs_library(device.platform, ("nvcc",) if device.platform == "gpu" else ("c++", "g++", "clang++"))
+    return request.param
+
+
+@pytest.fixture(params=list(hostmem.HostMemory), ids=lambda memory: memory.value)
+def memory_of_four(request):
+    """The same for the four CPU devices that tests of `shard_map` run on."""
     if request.param is hostmem.HostMemory.PINNED:
         request.getfixturevalue("library")
     return request.param
 
 
 @pytest.fixture
-def pool_of(memory):
+def pool_of(memory, device):
     """Makes a host pool of the given NumPy array in `memory`, by the library's own way in."""
 
     def make(values: np.ndarray) -> jax.Array:
-        pool = hostmem.create_pool(values.shape, values.dtype, memory, DEVICE)
+        pool = hostmem.create_pool(values.shape, values.dtype, memory, device)
         rows = np.arange(values.shape[1], dtype=np.int32)
         return jax.jit(hostmem.write_back, donate_argnums=0)(pool, on_device(values), on_device(rows))
 
@@ -47,4 +64,13 @@ def pool_of(memory):
 
 def on_device(values) -> jax.Array:
     """`values`, committed as every array of a step is, and in memory of its own: donation is in place."""
-    return jax.device_put(jnp.array(values, copy=True), DEVICE)
+    return jax.device_put(jnp.array(values, copy=True), _chosen[-1])
+
+
+def _needs_library(platform: str, compilers: tuple[str, ...]) -> None:
+    reason = _ffi.why_unavailable(platform)
+    if reason is None:
+        return
+    if any(shutil.which(compiler) for compiler in compilers):
+        pytest.fail(f"there is a compiler, but no library: {reason}")
+    pytest.skip(reason)

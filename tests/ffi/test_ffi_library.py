@@ -16,7 +16,7 @@ import pytest
 from echo_jax import _compat, _ffi, hostmem
 from echo_jax.hostmem import HostMemory
 from echo_jax.types import SOURCE_HOST
-from tests.ffi.conftest import DEVICE
+from tests.ffi.conftest import CPU
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = (4,)
@@ -57,7 +57,7 @@ def test_switched_off_by_the_environment(monkeypatch):
 
 
 def test_a_pinned_pool_is_refused_where_the_library_has_gone(library, monkeypatch):
-    pool = hostmem.create_pool((1, 4, *RECORD), jnp.uint32, HostMemory.PINNED, DEVICE)
+    pool = hostmem.create_pool((1, 4, *RECORD), jnp.uint32, HostMemory.PINNED, CPU)
     monkeypatch.setenv("ECHO_JAX_FFI", "0")
     with pytest.raises(RuntimeError, match="only the library moves: switched off"):
         hostmem.read_rows(pool, 0, jnp.zeros((1,), jnp.int32))
@@ -287,7 +287,7 @@ def test_create_pool_refuses(shape, dtype, message):
         hostmem.create_pool(shape, dtype, HostMemory.ORDINARY)
 
 
-def test_create_pool_is_zero_and_committed(memory):
-    made = hostmem.create_pool((2, 3, 4), jnp.bfloat16, memory)
-    assert made.committed and made.devices() == {jax.devices()[0]} and hostmem.memory_of(made) is memory
+def test_create_pool_is_zero_and_committed(memory, device):
+    made = hostmem.create_pool((2, 3, 4), jnp.bfloat16, memory, device)
+    assert made.committed and made.devices() == {device} and hostmem.memory_of(made) is memory
     assert not np.asarray(made).view(np.uint16).any()

@@ -113,9 +113,13 @@ def test_recall_looks_at_count_entries(pool_of, count):
     records = random_records(generator, (SLOTS,), record)
     none = random_records(generator, (0,), record)
     lists = (numbers(5, 36, 3), numbers(10, 0, 3), numbers(-1, -1, -1))
-    operands = (on_device(records), pool_of(values), 1, np.int32(count), *map(on_device, lists))
-    result = jax.jit(hostmem.recall)(*operands, on_device(none), on_device(none))
-    assert_same_bytes(result, loops.recall(records, values, 1, *(part[: max(count, 0)] for part in lists), none))
+    first = lists[0][: max(count, 0)], lists[1][: max(count, 0)], lists[2][: max(count, 0)]
+    at_rows, at_slots, source = map(on_device, lists)
+    given = on_device(none)
+    result = jax.jit(hostmem.recall)(
+        on_device(records), pool_of(values), 1, np.int32(count), at_rows, at_slots, source, given, given
+    )
+    assert_same_bytes(result, loops.recall(records, values, 1, *first, none))
 
 
 def test_recall_without_extra(pool_of):
