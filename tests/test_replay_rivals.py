@@ -184,6 +184,7 @@ def test_in_a_shared_layer_everything_is_known_ahead_and_nobody_predicts():
     assert counts.each.moved.useful[:, share].tolist() == counts.each.moved.recalled[:, plain].tolist()
     echo = places["echo"]
     assert counts.each.moved.staged[:, echo].sum() == 0 and counts.each.predictions.sum() == 0
+    assert counts.shared.predictable.sum() == 0 and counts.each.candidates.sum() == 0
 
 
 def test_ess_begins_warm():

@@ -38,7 +38,7 @@ class SharedRecord(NamedTuple):
 
     positions: jax.Array  # i32[]  visible positions of all queries: what the indexer scores
     queries: jax.Array  # i32[]
-    predictable: jax.Array  # i32[]  queries that see more than K positions
+    predictable: jax.Array  # i32[]  queries that see more than K positions, in a layer that predicts
     exact: jax.Array  # i32[]  rows of the exact sets
     nan_scores: jax.Array  # i32[]  visible scores that are NaN
     kth_score: jax.Array  # f32[]  of request 0
@@ -50,7 +50,7 @@ def shared_record(plan: Plan, facts: Facts) -> SharedRecord:
     return SharedRecord(
         positions=jnp.sum(facts.visible, dtype=jnp.int32),
         queries=jnp.sum(facts.scores.active, dtype=jnp.int32),
-        predictable=jnp.sum(facts.visible > plan.top_k, dtype=jnp.int32),
+        predictable=jnp.sum((facts.visible > plan.top_k) & (plan.kind == "full"), dtype=jnp.int32),
         exact=jnp.sum(facts.exact != NO_POSITION, dtype=jnp.int32),
         nan_scores=jnp.sum(jnp.isnan(facts.scores.score) & sees, dtype=jnp.int32),
         kth_score=facts.kth_score[0],

@@ -1,0 +1,128 @@
+"""How long a replay takes, and what it says of the paper and of the rivals.
+
+    python -m bench.replay speed        16 layers, 8 requests, 1,000 steps, 32K context, k 2048, 8 policies: seconds
+    python -m bench.replay h20          the h20 cost model against the paper's gains of prefetch
+    python -m bench.replay lossy        share of the exact set that each lossy rival misses
+
+It knows which traces and settings answer which claim. It does not know how a replay works.
+"""
+
+import math
+import sys
+import time
+
+from bench import harness
+from echo_jax.replay import cost, rivals
+from echo_jax.replay.job import replay
+from echo_jax.replay.settings import Setting
+from echo_jax.threshold import Always, Clairvoyant, Ema, Last, Margin, Never, Quantile, Trend
+from echo_jax.traces import open_trace
+
+SPEED = "synth:mix,layers=16,requests=8,steps=1000,context=32768,top_k=2048,hot=0.125,median=0.6875,churny=0.1875"
+POLICIES = {
+    "never": Never(),
+    "always": Always(),
+    "ema": Ema(),
+    "last": Last(),
+    "quantile": Quantile(),
+    "trend": Trend(),
+    "margin": Margin(),
+    "clairvoyant": Clairvoyant(),
+}
+SLOTS = 4 * 2048
+FILE = "replay.jsonl"
+
+
+def speed() -> None:
+    """G.replay_s, compilation and generation of the scores included."""
+    trace = open_trace(SPEED)
+    kinds = {kind: trace.info.archetypes.count(kind) for kind in dict.fromkeys(trace.info.archetypes)}
+    settings = [Setting(SLOTS, threshold=policy, policy_name=name) for name, policy in POLICIES.items()]
+    start = time.perf_counter()
+    rows = replay(trace, SPEED, settings, costs=[cost.load("h200")])
+    seconds = time.perf_counter() - start
+    info = trace.info
+    assert len(rows) == info.layers * len(settings)
+    harness.record(
+        "G.replay_s",
+        value=seconds,
+        file=FILE,
+        unit="s",
+        shapes={"layers": info.layers, "kinds": kinds, "requests": info.requests, "steps": info.steps}
+        | {"capacity": info.capacity, "top_k": info.top_k, "policies": len(settings), "slots_per_request": SLOTS},
+        method="wall clock of one run, compilation and generated scores included; two layers at once",
+        fraction_of_limit=seconds / 600,
+        command="python -m bench.replay speed",
+        notes="limit: the bar of 600 s. 61 layers x 16 requests by extrapolation: "
+        f"{seconds * 61 / 16 * 2:,.0f} s, since "
+        "every part (scores, selection, candidates, maps) grows with layers and requests",
+    )
+    print(f"{seconds:.0f} s for {len(rows)} rows")
+
+
+def h20() -> None:
+    """G.h20_error: with a predictor that finds everything and wastes nothing, and with what EMA 0.5 does on a median
+    layer at the paper's batch and context, its cap out of the way."""
+    model, bytes_per_row = cost.load("h20"), 1152
+    trace = open_trace("synth:median,requests=16,steps=48,context=131072,top_k=2048")
+    setting = Setting(SLOTS, rule=rivals.Exact(), cap=rivals.Fixed(2048))
+    (row,) = replay(trace, "h20", [setting], skip=16)
+    missing = row["useful"] + row["recalled"]
+    found, wasted = row["useful"] / missing, row["wasted"] / missing
+    errors, lines = [], []
+    for point in model.measured["gain"]:
+        sizes = {name: int(point[name]) for name in ("requests", "context", "top_k")}
+        for who, share, waste in (("ideal", 1.0, 0.0), ("EMA 0.5", found, wasted)):
+            gain = cost.gain(
+                model, **sizes, bytes_per_row=bytes_per_row, hit_rate=point["hit_rate"], found=share, wasted=waste
+            )
+            errors.append(abs(gain / point["gain"] - 1))
+            lines.append(f"hit {point['hit_rate']}: {who} {gain:.2f}, paper {point['gain']}")
+    harness.record(
+        "G.h20_error",
+        value=max(errors),
+        file=FILE,
+        unit="ratio",
+        shapes={"requests": 16, "context": 131072, "top_k": 2048, "record_bytes": bytes_per_row},
+        method="closed form of echo_jax/replay/cost.py; the share found and wasted by EMA 0.5 from a replay",
+        command="python -m bench.replay h20",
+        notes="; ".join(lines)
+        + f"; EMA 0.5 finds {found:.3f} of the missing rows and wastes {wasted:.3f} a missing row",
+    )
+    print("\n".join(lines), f"\nworst relative error {max(errors):.3f}")
+
+
+def lossy(names: tuple[str, ...]) -> None:
+    """G.lossy_share: the worst, and each rival in the notes. `names`: traces (default: three kinds of layers)."""
+    names = names or tuple(
+        f"synth:{kind},requests=4,steps=192,context=32768,top_k=2048" for kind in ("hot", "median", "churny")
+    )
+    shares: dict[str, float] = {}
+    for name in names:
+        trace = open_trace(name)
+        slots = 4 * trace.info.top_k
+        chosen = [
+            rivals.RIVALS[rival](trace.info, slots, "full") for rival in ("freekv", "infinigen", "arkvale", "quest")
+        ]
+        for row in replay(trace, name, chosen, skip=trace.info.steps // 4):
+            key = row["key"]
+            label = f"{key['rule']} ({key['form']}) on {key['archetype']}"
+            if math.isfinite(row["missed_share"]):
+                shares[label] = max(shares.get(label, 0.0), row["missed_share"])
+    worst = max(shares.values())
+    notes = "; ".join(f"{label} {share:.3f}" for label, share in shares.items())
+    harness.record(
+        "G.lossy_share",
+        value=worst,
+        file=FILE,
+        unit="share",
+        shapes={"traces": list(names)},
+        method="share of the exact selected set that is not attended, mean over queries, first quarter left out",
+        command=" ".join(["python -m bench.replay lossy", *sys.argv[2:]]),
+        notes=notes,
+    )
+    print(notes.replace("; ", "\n"))
+
+
+if __name__ == "__main__":
+    {"speed": speed, "h20": h20, "lossy": lambda: lossy(tuple(sys.argv[2:]))}[sys.argv[1]]()
