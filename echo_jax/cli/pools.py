@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from echo_jax import eviction, threshold
 from echo_jax.cli.errors import InputError
 from echo_jax.cli.options import option
 from echo_jax.cli.policies import SYNTAX, parse_eviction, parse_threshold
@@ -42,7 +43,7 @@ class PoolOptions:
         "queries at a prompt's end whose selected rows become resident before decoding", 0, metavar="N", group="cache"
     )
     threshold: str = option(
-        f"predicts the k-th score, and so what is copied ahead: ema, last, fixed, never, always, random. {SYNTAX}",
+        f"predicts the k-th score, and so what is copied ahead: {', '.join(threshold.POLICIES)}. {SYNTAX}",
         "ema",
         metavar="POLICY",
         group="prefetch and eviction",
@@ -57,7 +58,7 @@ class PoolOptions:
         "with c, the cap is min(S, c * context)", NO_CAP, metavar="c", group="prefetch and eviction"
     )
     eviction: str = option(
-        "who loses its slot: lru, lfu, score, clock. Written as for --threshold",
+        f"who loses its slot: {', '.join(eviction.POLICIES)}. Written as for --threshold",
         "lru",
         metavar="POLICY",
         group="prefetch and eviction",

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from echo_jax import eviction as eviction_lib
+from echo_jax import threshold
 from echo_jax.cli import output
 from echo_jax.cli.errors import InputError, nearest, refusing_wrong_input
 from echo_jax.cli.options import option
@@ -51,15 +53,16 @@ class ReplayOptions:
     slots: str = option("device slots of a layer per request, such as 8192 or 4k", "4k", metavar="N", group="cache")
     pool: str = option("one pool for the batch, or one per request", SHARED, choices=(SHARED, SPLIT), group="cache")
     record_format: str = option("stored form of a record", "bf16", choices=("bf16", "f32", "fp8"), group="cache")
-    policy: tuple[str, ...] = option(
-        "threshold policies: ema, last, fixed, never, always, random, quantile, trend, margin, clairvoyant. " + SYNTAX,
-        ("ema",),
+    policy: tuple[str, ...] | None = option(
+        f"threshold policies: {', '.join((*threshold.POLICIES, *threshold.REPLAY_ONLY))}. {SYNTAX} (default: ema, "
+        "unless rivals are all that is asked for)",
+        None,
         metavar="POLICY",
         group="prefetch and eviction",
     )
-    eviction: tuple[str, ...] = option(
-        "who loses its slot: lru, lfu, score, clock, two-queue, belady",
-        ("lru",),
+    eviction: tuple[str, ...] | None = option(
+        f"who loses its slot: {', '.join((*eviction_lib.POLICIES, *eviction_lib.REPLAY_ONLY))} (default: lru)",
+        None,
         metavar="POLICY",
         group="prefetch and eviction",
     )
@@ -69,17 +72,20 @@ class ReplayOptions:
         metavar="CAP",
         group="prefetch and eviction",
     )
-    sweep: tuple[str, ...] = option(
+    sweep: tuple[str, ...] | None = option(
         "several values of an option, all combinations: slots=2k,4k pool=shared,split; ';' between values with commas",
-        (),
+        None,
         metavar="NAME=V,V...",
         group="comparison",
     )
-    rival: tuple[str, ...] = option(
-        f"other systems on the same trace: all, {', '.join(rivals.RIVALS)}", (), metavar="NAME", group="comparison"
+    rival: tuple[str, ...] | None = option(
+        f"other systems on the same trace: all, {', '.join(rivals.RIVALS)}", None, metavar="NAME", group="comparison"
     )
-    cost: tuple[str, ...] = option(
-        f"cost models: {', '.join(cost.packaged())}, or TOML files", ("h200",), metavar="MODEL", group="comparison"
+    cost: tuple[str, ...] | None = option(
+        f"cost models: {', '.join(cost.packaged())}, or TOML files (default: h200)",
+        None,
+        metavar="MODEL",
+        group="comparison",
     )
     jobs: int | None = option("layers that run at once (default: one per core)", None, metavar="N", group="budget")
     series: bool = option("also a row with the numbers of every step", False, group="output")
@@ -99,7 +105,7 @@ def execute(options: ReplayOptions) -> int:
             options.trace,
             {kind: settings_of(options, trace.info, kind) for kind in kinds},
             records=RecordFormat(options.record_format, 512, 64),
-            costs=tuple(cost.load(name) for name in options.cost),
+            costs=tuple(cost.load(name) for name in options.cost or ("h200",)),
             layers=options.layers,
             steps=options.steps,
             skip=options.skip,
@@ -125,7 +131,8 @@ def execute(options: ReplayOptions) -> int:
 
 def settings_of(options: ReplayOptions, info: TraceInfo, kind: str) -> list[Setting]:
     """All combinations that the options ask for, then the rivals. InputError, ValueError for what cannot be."""
-    swept = {"slots": [options.slots], "cap": [options.cap], "pool": [options.pool]} | _sweeps(options.sweep)
+    swept = {"slots": [options.slots], "cap": [options.cap], "pool": [options.pool]} | _sweeps(options.sweep or ())
+    policies = options.policy or (() if options.rival else ("ema",))
     slots = [parse_slots(text, info.top_k) for text in swept["slots"]]
     made = [
         Setting(
@@ -139,10 +146,11 @@ def settings_of(options: ReplayOptions, info: TraceInfo, kind: str) -> list[Sett
             cap_name=cap,
         )
         for policy, eviction, count, cap, pool in itertools.product(
-            options.policy, options.eviction, slots, swept["cap"], swept["pool"]
+            policies, options.eviction or ("lru",), slots, swept["cap"], swept["pool"]
         )
     ]
-    names = list(rivals.RIVALS) if "all" in options.rival else options.rival
+    chosen = options.rival or ()
+    names = list(rivals.RIVALS) if "all" in chosen else chosen
     for name in names:
         if name not in rivals.RIVALS:
             raise InputError(f"rival {name!r} is unknown; {nearest(name, [*rivals.RIVALS, 'all'])}")

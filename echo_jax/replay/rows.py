@@ -22,11 +22,13 @@ class RowFile:
     """A file of rows that grows. `None` for a path keeps the rows in memory only."""
 
     def __init__(self, path: Path | None):
-        """Reads what is there; a last line that was cut off is dropped. ValueError for a file that holds other rows."""
+        """Reads what is there; a last line that was cut off is dropped. ValueError for a file that holds other
+        rows, OSError for one that cannot be written."""
         self.path, self._lock = path, threading.Lock()
         self._known: dict[str, dict[str, Any]] = {}
-        if path is None or not path.exists():
+        if path is None:
             return
+        path.open("a").close()  # a file that cannot be written is refused now and not after the work
         text = path.read_text("utf-8")
         whole = text[: text.rfind("\n") + 1]
         for number, line in enumerate(whole.splitlines(), start=1):

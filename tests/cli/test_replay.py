@@ -86,6 +86,7 @@ def test_tables_for_people(echo_jax):
     )
     assert done.status == 0
     lines = [line.split() for line in done.out.splitlines()]
+    assert sum(line[:1] == ["ema"] for line in lines) == 0  # named policies and rivals only
     hits = {tuple(line[:3]): float(line[6]) for line in lines if line and line[0] in ("clairvoyant", "never")}
     assert hits["clairvoyant", "belady", "exact"] >= hits["clairvoyant", "lru", "exact"]
     assert hits["never", "lru", "no-offload"] == 100.0
@@ -128,6 +129,11 @@ def test_a_file_of_other_rows_is_left_alone(echo_jax, tmp_path):
         path.write_text(text)
         assert says in echo_jax(*SMALL, "--output", path).error()
         assert path.read_text() == text
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(echo_jax, tmp_path):
+    assert "No such file" in echo_jax(*SMALL, "--output", tmp_path / "nowhere" / "rows.jsonl").error()
+    assert "Is a directory" in echo_jax(*SMALL, "--output", tmp_path).error()
 
 
 def test_a_sweep_too_large_for_memory_says_the_size(echo_jax):
