@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": ("PlanOptions", "the memory bill of a model and a cache, before anything is allocated"),
     "verify": ("VerifyOptions", "compare a model folder with answers computed by another implementation"),
     "replay": ("ReplayOptions", "the cache manager over a trace, under many policies; no model, no bytes, no GPU"),
+    "trace": ("TraceOptions", "record a model's index scores, make synthetic ones, say how local they are"),
     "doctor": ("DoctorOptions", "what is available on this machine, and why not"),
 }
 

@@ -48,7 +48,8 @@ class StepScores(NamedTuple):
     floor: jax.Array  # f32[R]  scores that are not listed are at most this; -inf where all are known
     selected: jax.Array | None = None  # i32[R, K]  ascending, then NO_POSITION
     kth_score: jax.Array | None = None  # f32[R]  the lowest selected score, as computed; NaN where nothing is selected
-    lookahead_score: jax.Array | None = None  # f32[R, P]  this layer's scores as guessed from the layer before it
+    lookahead_score: jax.Array | None = None  # f32[R, P]  this layer's scores of older positions as guessed from the
+    # layer before it; -inf where there is no guess. Where scores are a band, the best K guesses.
     page_bound: jax.Array | None = None  # f32[R, P // page_size]  upper bound of every score in a page
     query_cosine: jax.Array | None = None  # f32[R]  of this step's index query and the last one's; -1 without a last
     prompt_selected: jax.Array | None = None  # i32[R, W, K]  sets of the prompt's last W queries, oldest first; a

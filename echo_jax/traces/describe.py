@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from echo_jax import indexer, threshold
+from echo_jax.models.config import FULL
 from echo_jax.traces import ScoreSource, StepScores, Trace, TraceInfo
 from echo_jax.types import NO_POSITION
 
@@ -75,31 +76,32 @@ class _Memory(NamedTuple):
     average: Any  # the predictor's memory, one per row
 
 
-def describe(trace: Trace, layers: list[int] | None = None) -> dict[int, Locality]:
-    """The statistics of every layer that scores, or of those asked for; one compilation serves all."""
+def describe(trace: Trace, multiples: tuple[int, ...] = MULTIPLES) -> dict[int, Locality]:
+    """The statistics of every layer that scores; one compilation serves all."""
     info = trace.info
-    chosen = [layer for layer, kind in enumerate(info.layer_kinds) if kind == "full"] if layers is None else layers
-    return {layer: describe_layer(trace.layer(layer), info) for layer in chosen}
+    scoring = [layer for layer, kind in enumerate(info.layer_kinds) if kind == FULL]
+    return {layer: describe_layer(trace.layer(layer), info, multiples) for layer in scoring}
 
 
-def describe_layer(source: ScoreSource, info: TraceInfo) -> Locality:
-    """The statistics of one layer's steps."""
+def describe_layer(source: ScoreSource, info: TraceInfo, multiples: tuple[int, ...] = MULTIPLES) -> Locality:
+    """The statistics of one layer's steps, with LRU misses at so many times K slots a row."""
     first = int(info.steps * DROPPED)
-    return summary(jax.tree.map(np.asarray, _measure(source, info.top_k, info.steps, first)))
+    counted = _measure(source, info.top_k, info.steps, first, multiples)
+    return _summary(jax.tree.map(np.asarray, counted), multiples)
 
 
-def summary(counted: _Counted) -> Locality:
-    """Means and percentiles of what was counted, whatever its leading axes."""
+def _summary(counted: Any, multiples: tuple[int, ...]) -> Locality:
+    """Means and percentiles of a _Counted of NumPy arrays."""
     kept = counted.is_counted
     paired = kept & counted.has_previous
     known = kept & np.isfinite(counted.predicted) & ~np.isnan(counted.kth_score)
     error = (counted.predicted - counted.kth_score)[known]
     percentiles = np.percentile(counted.candidates[known], (10, 50, 90)) if known.any() else [np.nan] * 3
-    misses = [_mean(counted.misses[..., number][kept]) for number in range(len(MULTIPLES))]
+    misses = [_mean(counted.misses[..., number][kept]) for number in range(len(multiples))]
     return Locality(
         counted=int(kept.sum()),
         overlap=_mean(counted.overlap[paired]),
-        lru_miss=dict(zip(MULTIPLES, misses, strict=True)),
+        lru_miss=dict(zip(multiples, misses, strict=True)),
         first_use=_mean(counted.first_use[kept]),
         candidates=(float(percentiles[0]), float(percentiles[1]), float(percentiles[2])),
         kth_score=_mean(counted.kth_score[known]),
@@ -115,8 +117,8 @@ def _mean(values: np.ndarray) -> float:
     return float(np.mean(values, dtype=np.float64)) if values.size else float("nan")
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _measure(source: ScoreSource, top_k: int, steps: int, first: int) -> _Counted:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _measure(source: ScoreSource, top_k: int, steps: int, first: int, multiples: tuple[int, ...]) -> _Counted:
     """[T, R, ...] of every step; counting begins with step `first`."""
     carry = source.init()
     shape = jax.eval_shape(lambda: source.step(carry, jnp.int32(0))[1].score).shape
@@ -131,19 +133,21 @@ def _measure(source: ScoreSource, top_k: int, steps: int, first: int) -> _Counte
     def one(carry, t):
         scores, memory = carry
         scores, step = source.step(scores, t)
-        memory, counted = _count(memory, step, t, top_k, first)
+        memory, counted = _count(memory, step, t, top_k, t >= first, multiples)
         return (scores, memory), counted
 
     return lax.scan(one, (carry, memory), jnp.arange(steps, dtype=jnp.int32))[1]
 
 
-def _count(memory: _Memory, step: StepScores, t: jax.Array, top_k: int, first: int) -> tuple[_Memory, _Counted]:
+def _count(
+    memory: _Memory, step: StepScores, t: jax.Array, top_k: int, has_begun: jax.Array, multiples: tuple[int, ...]
+) -> tuple[_Memory, _Counted]:
     rows, capacity = step.score.shape
     memory = _forget(memory, step.starts)
     at_row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     positions = jnp.arange(capacity, dtype=jnp.int32)[None]
     is_large = step.visible > top_k
-    is_counting = step.active & (t >= first)
+    is_counting = step.active & has_begun
 
     if step.selected is None or step.kth_score is None:
         chosen = indexer.select(step.score, step.visible, top_k)
@@ -155,7 +159,8 @@ def _count(memory: _Memory, step: StepScores, t: jax.Array, top_k: int, first: i
     at = jnp.where(is_listed, selected, capacity)
     is_selected = jnp.zeros((rows, capacity), bool).at[at_row, at].set(True, mode="drop")
 
-    missed, first_use = _missed(memory, selected, is_listed & (selected != step.length[:, None]), top_k)
+    slots = top_k * jnp.asarray(multiples, jnp.float32)
+    missed, first_use = _missed(memory, selected, is_listed & (selected != step.length[:, None]), slots)
     predicted = threshold.predict(PREDICTOR, memory.average, rows)
     is_old = positions < step.length[:, None]
     counted = _Counted(
@@ -191,14 +196,14 @@ def _forget(memory: _Memory, starts: jax.Array) -> _Memory:
     )
 
 
-def _missed(memory: _Memory, selected: jax.Array, may_miss: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """f32[R, M] how many of the selected positions i32[R, K] have no slot, and f32[R] how many were never used."""
+def _missed(memory: _Memory, selected, may_miss, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """f32[R, M]: how many of the selected positions i32[R, K] (those that may miss) have none of so many slots f32[M];
+    f32[R]: how many of them were never used."""
     last = jnp.take_along_axis(memory.last_use, jnp.maximum(selected, 0), axis=1)
     newer = lax.cumsum(memory.used_in, axis=1, reverse=True) - memory.used_in  # positions used after each step
     group = jnp.take_along_axis(memory.used_in, jnp.maximum(last, 0), axis=1).astype(jnp.float32)
     newer = jnp.take_along_axis(newer, jnp.maximum(last, 0), axis=1).astype(jnp.float32)
-    slots = jnp.asarray(MULTIPLES, jnp.float32)[:, None] * top_k  # [M, 1]
-    has_slot = jnp.clip((slots[None] - newer[:, None]) / jnp.maximum(group, 1)[:, None], 0, 1)
+    has_slot = jnp.clip((slots[None, :, None] - newer[:, None]) / jnp.maximum(group, 1)[:, None], 0, 1)
     missed = jnp.where(last[:, None] < 0, 1.0, 1.0 - has_slot)
     missed = jnp.sum(jnp.where(may_miss[:, None], missed, 0.0), axis=2)
     return missed, jnp.sum(may_miss & (last < 0), axis=1).astype(jnp.float32)

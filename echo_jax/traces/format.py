@@ -9,7 +9,7 @@ or what they are used for.
       score             [T, R, P] float16 or float32, 0 where invisible; or, with a band of N,
       score_gap         [T, R, N] positions of the best N visible scores, as gaps, and `score` [T, R, N] in that order
       selected_gap      [T, R, K] what the run selected, as gaps      kth_score f32[T, R] as computed, before rounding
-      lookahead_score   as score, with lookahead_score_gap where there is a band
+      lookahead_score   as score; where there is a band, the best K, with lookahead_score_gap
       page_bound        [T, R, P // page_size], rounded up       query_cosine f32[T, R]
       prompt_selected_gap [starts, W, K], a request after the other in order of (step, row)
 
@@ -76,6 +76,11 @@ def layer_file(layer: int) -> str:
     return f"layer_{layer:03}.npz"
 
 
+def lookahead_band(info: TraceInfo) -> int | None:
+    """Guesses kept of a row: those of a set where scores are kept in a band, else all."""
+    return None if info.band is None else info.top_k
+
+
 def open_folder(path: str | Path) -> StoredTrace:
     """The trace in a folder. Layers are read when they are asked for; that all are there is checked now.
 
@@ -120,12 +125,10 @@ class StoredTrace:
         width = info.capacity if info.band is None else info.band
         wanted: dict[str, tuple[int, ...]] = {"score": (*lead, width), "selected_gap": (*lead, info.top_k)}
         wanted["kth_score"] = lead
-        scored = ["score"]
         if LOOKAHEAD_SCORE in info.fields:
-            wanted[LOOKAHEAD_SCORE] = (*lead, width)
-            scored.append(LOOKAHEAD_SCORE)
+            wanted[LOOKAHEAD_SCORE] = (*lead, lookahead_band(info) or info.capacity)
         if info.band is not None:
-            wanted |= {f"{name}_gap": (*lead, width) for name in scored}
+            wanted |= {f"{name}_gap": wanted[name] for name in ("score", LOOKAHEAD_SCORE) if name in wanted}
         if PAGE_BOUND in info.fields:
             wanted[PAGE_BOUND] = (*lead, info.capacity // (info.page_size or info.capacity))
         if QUERY_COSINE in info.fields:

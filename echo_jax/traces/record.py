@@ -113,7 +113,7 @@ def record(
     running = {seat for seat in range(len(prompts)) if tokens[seat][-1] not in stop_tokens}
     for seat in set(range(len(prompts))) - running:
         state = state_lib.release(cache, state, seat)
-    queries, has_begun = None, np.zeros((cache.seats,), bool)
+    queries, has_begun = no_queries(config), np.zeros((cache.seats,), bool)
     for _ in range(max_new_tokens - 1):
         if not running:
             break
@@ -166,11 +166,18 @@ class _Seen(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("config", "watch"), donate_argnames="state")
-def recorded_step(params: dsa.Params, state: EchoState, tokens: jax.Array, last_queries: dict[int, jax.Array] | None,
-                  *, config: DecodeConfig, watch: Watch):  # fmt: skip
+def recorded_step(
+    params: dsa.Params,
+    state: EchoState,
+    tokens: jax.Array,
+    last_queries: dict[int, jax.Array],
+    *,
+    config: DecodeConfig,
+    watch: Watch,
+) -> tuple[EchoState, jax.Array, dict[int, jax.Array], dict[int, StepScores]]:
     """`decode_step` for tokens i32[B, 1] that also returns what was scored.
 
-    last_queries: index queries f32[B, G, D_i] of each scoring layer in the step before, None in the first. Returns the
+    last_queries: index queries f32[B, G, D_i] of each scoring layer in the step before, or `no_queries`. Returns the
     state, logits f32[B, V], the queries, and a StepScores for each scoring layer, `starts` left to the caller.
     """
     model, cache = config.model, config.cache
@@ -201,7 +208,7 @@ def recorded_step(params: dsa.Params, state: EchoState, tokens: jax.Array, last_
         if is_full:
             assert inputs.index_query is not None
             queries[index] = inputs.index_query[:, 0]
-            last = None if last_queries is None else last_queries[index]
+            last = last_queries[index]
             steps[index] = _step(seen[0], output, layers[index], inputs, guess, last, view, config, watch)
 
     state = state_lib.finish_step(cache, state, layers, [output.new_records for output in outputs], view)
@@ -287,9 +294,15 @@ def page_bounds(layer: LayerState, inputs: LayerInputs, view: StepView, config: 
     return jnp.where(is_empty, -jnp.inf, bound)
 
 
-def query_cosines(query: jax.Array, last: jax.Array | None) -> jax.Array:
-    """f32[B]: cosine of two index queries f32[B, G, D_i], the mean over heads; -1 without a last one."""
-    if last is None:
-        return jnp.full(query.shape[:1], -1.0, jnp.float32)
+def query_cosines(query: jax.Array, last: jax.Array) -> jax.Array:
+    """f32[B]: cosine of two index queries f32[B, G, D_i], the mean over heads; -1 where the last is `no_queries`."""
     lengths = jnp.linalg.norm(query, axis=-1) * jnp.linalg.norm(last, axis=-1)
-    return jnp.mean(jnp.sum(query * last, axis=-1) / jnp.maximum(lengths, 1e-30), axis=-1)
+    cosines = jnp.sum(query * last, axis=-1) / jnp.maximum(lengths, 1e-30)
+    return jnp.where(jnp.any(last != 0, axis=(1, 2)), jnp.mean(cosines, axis=-1), -1.0)
+
+
+def no_queries(config: DecodeConfig) -> dict[int, jax.Array]:
+    """What `recorded_step` is given before the first one: zeros, which no step's queries are."""
+    shape = (config.cache.seats, config.model.index_heads, config.model.index_head_dim)
+    full = [index for index, kind in enumerate(config.model.layer_kinds) if kind == FULL]
+    return {index: jnp.zeros(shape, jnp.float32) for index in full}

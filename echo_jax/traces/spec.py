@@ -70,7 +70,7 @@ class SynthSpec:
     name: str
     layers: int = 0  # 0: one, or as many as the model of that name has
     requests: int = 1
-    steps: int = 192
+    steps: int = 0  # 0: 192, or the 256 of ECHO's requests
     top_k: int = 2048
     context: int = 0  # positions that the longest query sees; 0: 32 top_k
     seed: int = 0
@@ -92,10 +92,8 @@ class SynthSpec:
     def __post_init__(self):
         if self.name not in (*ARCHETYPES, *MIXES):
             raise ValueError(f"synthetic trace {self.name!r} is unknown; {_nearest(self.name, [*ARCHETYPES, *MIXES])}")
-        fill = object.__setattr__
-        fill(self, "layers", self.layers or MIXES.get(self.name, 1))
-        fill(self, "context", self.context or CONTEXT * self.top_k)
-        fill(self, "group", self.group or (4 if self.name == GLM else 1))
+        for field, usual in self._usual().items():
+            object.__setattr__(self, field, getattr(self, field) or usual)
         for field in ("layers", "requests", "steps", "top_k", "context", "group"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)} but must be at least 1")
@@ -114,6 +112,15 @@ class SynthSpec:
         if min(self.shares.values()) < 0 or sum(self.shares.values()) <= 0:
             raise ValueError(f"shares of layers are {self.shares} but none may be negative and one must be above 0")
         self.archetype(0)  # refuses wrong parameters now
+
+    def _usual(self) -> dict[str, int]:
+        """What 0 stands for."""
+        return {
+            "layers": MIXES.get(self.name, 1),
+            "steps": 256 if self.name == FIG17 else 192,
+            "context": CONTEXT * self.top_k,
+            "group": 4 if self.name == GLM else 1,
+        }
 
     @property
     def shares(self) -> dict[str, float]:
@@ -150,9 +157,9 @@ class SynthSpec:
 
     def text(self) -> str:
         """The name that gives this spec again."""
-        usual = SynthSpec(self.name, top_k=self.top_k)
-        changed = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        changed = {name: value for name, value in changed.items() if value != getattr(usual, name) or name == "top_k"}
+        usual = {field.name: field.default for field in dataclasses.fields(self)} | self._usual()
+        changed = {name: value for name, value in dataclasses.asdict(self).items() if value != usual[name]}
+        del changed["name"]
         return ",".join([SYNTHETIC + self.name, *(f"{name}={value!r}" for name, value in changed.items())])
 
 

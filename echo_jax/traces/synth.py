@@ -17,8 +17,7 @@ Gaussian, and so is its innovations form (the steady state of the Kalman filter 
     x_t = rho m_{t-1} + e_t      m_t = rho m_{t-1} + gain e_t      e ~ N(0, sigma^2)
 
 with the same covariances, hence with the same law. Normal numbers are a hash of (seed, layer, step, row, position) put
-through the inverse of erf: there is no generator state, and XLA fuses it all into one loop over positions. Measured
-on 2 cores of an AMD EPYC: see `bench/traces_speed.py`.
+through the inverse of erf: there is no generator state, and XLA fuses it all into one loop over positions.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from echo_jax import indexer
 from echo_jax.models.config import FULL
 from echo_jax.traces import (
     LOOKAHEAD_SCORE,
-    OPTIONAL_FIELDS,
     PAGE_BOUND,
     PROMPT_SELECTED,
     QUERY_COSINE,
@@ -29,7 +28,7 @@ from echo_jax.traces import (
     Trace,
     TraceInfo,
 )
-from echo_jax.traces.format import HEADER, STEPS, layer_file
+from echo_jax.traces.format import HEADER, STEPS, layer_file, lookahead_band
 from echo_jax.types import NO_POSITION
 
 SCORE_DTYPES = ("float16", "float32")
@@ -128,7 +127,7 @@ class _Layer:
         visible = np.where(step.active, step.length + 1, 0)
         is_visible = np.arange(self.info.capacity) < visible[:, None]
         self.nan_scores += int(np.sum(np.isnan(step.score) & is_visible))
-        self._add_scores("score", step.score, is_visible)
+        self._add_scores("score", step.score, is_visible, self.info.band)
         self._keep("selected_gap", gaps(step.selected, self.info.capacity))
         self._keep("kth_score", step.kth_score.astype(np.float32))
         for name in self.info.fields:
@@ -136,7 +135,7 @@ class _Layer:
             if value is None:
                 raise ValueError(f"the trace is to carry {name} but a step has none; leave it out of the fields")
             if name == LOOKAHEAD_SCORE:
-                self._add_scores(name, value, is_visible)
+                self._add_scores(name, value, is_visible, lookahead_band(self.info))
             elif name == PAGE_BOUND:
                 self._keep(name, rounded_up(value, self.info.score_dtype))
             elif name == QUERY_COSINE:
@@ -145,23 +144,21 @@ class _Layer:
                 for row in np.flatnonzero(step.starts):
                     self._keep(f"{name}_gap", gaps(value[row], self.info.capacity))
 
-    def _add_scores(self, name: str, score: np.ndarray, is_visible: np.ndarray) -> None:
+    def _add_scores(self, name: str, score: np.ndarray, is_visible: np.ndarray, band: int | None) -> None:
         """The best of them, or all."""
-        stored = np.where(is_visible, score, 0).astype(self.info.score_dtype)
-        if np.any(np.isinf(stored) & np.isfinite(np.where(is_visible, score, 0))):
-            largest = np.max(np.abs(np.where(is_visible & np.isfinite(score), score, 0)))
+        finite = np.where(is_visible & np.isfinite(score), score, 0)
+        largest, limit = np.max(np.abs(finite)), np.finfo(self.info.score_dtype).max
+        if largest > limit:
             raise ValueError(f"a score of {largest:g} does not fit {self.info.score_dtype}; store scores as float32")
-        if self.info.band is None:
+        stored = np.where(is_visible, score, 0).astype(self.info.score_dtype)
+        if band is None:
             self._keep(name, stored)
             return
-        positions = np.full((score.shape[0], self.info.band), NO_POSITION, np.int32)
+        positions = np.full((score.shape[0], band), NO_POSITION, np.int32)
         values = np.zeros(positions.shape, stored.dtype)
-        order = np.where(is_visible, np.where(np.isnan(score), -np.inf, score), -np.inf)
         for row in range(score.shape[0]):
-            count = min(self.info.band, int(is_visible[row].sum()))
-            seen = order[row, : int(is_visible[row].sum())]
-            best = np.sort(np.argpartition(-seen, count - 1)[:count]) if count else np.zeros((0,), np.int64)
-            positions[row, :count], values[row, :count] = best, stored[row, best]
+            best = _best(score[row, : int(is_visible[row].sum())], band)
+            positions[row, : len(best)], values[row, : len(best)] = best, stored[row, best]
         self._keep(f"{name}_gap", gaps(positions, self.info.capacity))
         self._keep(name, values)
 
@@ -174,6 +171,14 @@ class _Layer:
 
 def _save(path: Path, arrays: dict[str, Any]) -> None:
     np.savez_compressed(path, **arrays)
+
+
+def _best(score: np.ndarray, band: int) -> np.ndarray:
+    """Ascending positions of the highest scores, a NaN lowest; all of them where there are no more than `band`."""
+    if len(score) <= band:
+        return np.arange(len(score))
+    order = np.where(np.isnan(score), -np.inf, score)
+    return np.sort(np.argpartition(-order, band - 1)[:band])
 
 
 def gaps(positions: np.ndarray, capacity: int) -> np.ndarray:
@@ -224,10 +229,8 @@ def store(trace: Trace, path: str | Path, *, band: int | None = None, score_dtyp
 
 
 def stored_bytes(info: TraceInfo) -> int:
-    """About how many bytes a trace takes: its scores and sets before compression, which saves a fifth or so."""
+    """About how many bytes a synthetic trace takes: its scores and sets, before compression, which saves a third."""
     scored = info.layer_kinds.count(FULL) * info.steps * info.requests
     width = np.dtype(info.score_dtype).itemsize
     kept = info.capacity * width if info.band is None else info.band * (width + 2)
-    times = 1 + (LOOKAHEAD_SCORE in info.fields)
-    assert set(info.fields) <= set(OPTIONAL_FIELDS)
-    return scored * (times * kept + 2 * info.top_k)
+    return scored * (kept + 2 * info.top_k)
