@@ -48,6 +48,8 @@ def indexer_scores(
     raises NotImplementedError with the quantity that it does not cover. `tuning` replaces its tuned tile sizes.
     Bits are the same for every tuning and every `N`; they differ between implementations.
     """
+    query, weights, pages = jnp.asarray(query), jnp.asarray(weights), jnp.asarray(pages)
+    page_numbers, visible = jnp.asarray(page_numbers), jnp.asarray(visible)
     _check(query, weights, pages, page_numbers, visible)
     if implementation not in (None, "reference", "mosaic_gpu"):
         raise ValueError(f"implementation {implementation!r} is unknown; use None, 'reference' or 'mosaic_gpu'")

@@ -57,7 +57,6 @@ class Shape:
     rows: int  # query rows a seat
     heads: int
     page_count: int  # of a seat
-    pool_pages: int
     is_fp8: bool
     tuning: Tuning
     is_interpreted: bool
@@ -143,7 +142,7 @@ def score_pages(
     if page_count % tuning.pages_per_math:  # no warpgroup's share may be cut
         tuning = dataclasses.replace(tuning, pages_per_math=1)
     is_fp8 = query.dtype == jnp.float8_e4m3fn
-    shape = Shape(seats, rows, heads, page_count, pages.shape[0], is_fp8, tuning, interpret is not None)
+    shape = Shape(seats, rows, heads, page_count, is_fp8, tuning, interpret is not None)
     shape = shape.fitted()
     operands = [query, weights, page_numbers, visible, pages]
     if is_fp8:
@@ -300,8 +299,8 @@ def read_group(shape: Shape, refs: Refs, group: Any) -> tuple[Any, ...]:
         found.append(longest(shape, refs, seat))
         for page in range(shape.tile_pages):
             at = jnp.minimum(tile * shape.tile_pages + page, shape.page_count - 1)
-            # A page of which nothing is visible may have any number.
-            found.append(jnp.clip(refs.page_numbers[seat, at], 0, shape.pool_pages - 1))
+            # A page of which nothing is visible may have any number: outside the pool TMA reads zeros.
+            found.append(refs.page_numbers[seat, at])
     return tuple(found)
 
 

@@ -29,15 +29,20 @@ def judge(case, inputs, scores, tensor_core=False):
     inputs.judge(np.asarray(scores), is_exact=case.values == "exact", tensor_core=tensor_core)
 
 
+@functools.cache
+def interpreted(tuning):
+    parameters = plgpu.InterpretGPUParams(detect_races=True)
+    return jax.jit(
+        functools.partial(
+            pallas_kernels.indexer_scores, implementation="mosaic_gpu", tuning=tuning, interpret=parameters
+        )
+    )
+
+
 def interpret(inputs, tuning):
     """The kernel's scores in the interpreter; fails where two threads race."""
-    parameters = plgpu.InterpretGPUParams(detect_races=True)
-    arguments = [jnp.asarray(array) for array in inputs.arguments]
     try:
-        scores = pallas_kernels.indexer_scores(
-            *arguments, implementation="mosaic_gpu", tuning=tuning, interpret=parameters
-        )
-        scores = np.asarray(scores)
+        scores = np.asarray(interpreted(tuning)(*inputs.arguments))
         races = interpret_pallas_call.get_races()
         assert races is not None and not races.races_found
     finally:
@@ -69,19 +74,19 @@ def test_the_kernel_agrees_with_the_oracle_when_interpreted(case):
 )
 def test_every_tuning_gives_the_same_scores(tuning):
     """A tile size is no part of the meaning: same bits as with the tiles of the other tests."""
-    case = cases.Case("tunings", "fp8", ((200,), (0,), (64,), (230,)), heads=8, values="normal")
+    case = cases.Case("tunings", "fp8", ((200, 190), (0, 0), (64, 7), (230, 256)), heads=8, values="normal")
     inputs = cases.make(case)
     scores = interpret(inputs, tuning)
     judge(case, inputs, scores)
     np.testing.assert_array_equal(scores, interpret(inputs, TINY))
 
 
-def test_a_page_of_another_seat_may_hold_anything():
-    """What a seat does not see, NaN included, does not reach its scores: pages 0 and 1 of every case are NaN."""
-    inputs = cases.make(cases.CORNERS[0])
-    codes = inputs.pages[0].view(ml_dtypes.float8_e4m3fn)
-    assert np.isnan(codes[: 64 * 128].astype(np.float32)).all()
-    assert not np.isnan(interpret(inputs, TINY)).any()
+def test_pages_that_no_seat_has_are_nan():
+    """So a page read by mistake shows in every case, behind a length of zero too."""
+    for case in cases.CORNERS:
+        stray = cases.make(case).pages[0]
+        codes = stray[: 64 * 128].view(ml_dtypes.float8_e4m3fn) if case.keys == "fp8" else stray
+        assert np.isnan(codes.astype(np.float32)).all()
 
 
 def shapes(case):
