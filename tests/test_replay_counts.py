@@ -158,7 +158,7 @@ def compare(counts, place, expected):
     for name, values in found.items():
         wanted = [step[name] for step in expected]
         assert values[:, place].tolist() == wanted, name
-    for name in ("error", "absolute_error", "relative_error"):
+    for name in ("error", "absolute_error", "relative_error", "rank_error"):
         np.testing.assert_allclose(
             getattr(each, name)[:, place], [step[name] for step in expected], rtol=2e-5, atol=1e-5, err_msg=name
         )

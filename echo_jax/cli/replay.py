@@ -197,6 +197,7 @@ def _print(options: ReplayOptions, job: Job, rows: list[dict[str, Any]], ran: in
         f"{options.trace}: {len(job.passes)} layers x {job.steps} steps, {info.requests} requests of up to "
         f"{info.capacity:,} positions, top_k {info.top_k}; {ran} of {len(job.passes)} layers computed now\n"
     )
+    # "off by": |candidates / k - 1|, since k-th scores near zero make a relative error of their own.
     names = [model.name for model in job.costs]
     columns = [
         "policy",
@@ -210,14 +211,14 @@ def _print(options: ReplayOptions, job: Job, rows: list[dict[str, Any]], ran: in
         "wasted/step",
         "recalled/step",
     ]
-    columns += ["error", "cand./k", "missed", *(f"{name}: plain" for name in names), *names]
+    columns += ["off by", "cand./k", "missed", *(f"{name}: plain" for name in names), *names]
     table = output.table("mean over layers; copies that nobody hides in us per layer", columns, text=(0, 1, 2, 5))
     for head, group in _by_setting(rows).items():
         wasted = _mean([row["wasted"] / row["counted_steps"] for row in group])
         cells = [*head[:3], f"{head[3]:,}", *head[4:6]]
         cells += [_share(_mean([row[name] for row in group])) for name in ("hit_rate", "prefetched_share")]
         cells += [f"{wasted:.1f}", f"{_mean([row['recalled_per_step'] for row in group]):.1f}"]
-        cells += [_share(_mean([row["threshold_error"]["relative"] for row in group]))]
+        cells += [_share(_mean([row["threshold_error"]["rank"] for row in group]))]
         cells += [f"{_mean([row['candidates_per_k'] for row in group]):.2f}"]
         cells += [_share(_mean([row["missed_share"] for row in group]))]
         for kind in ("without_overlap_us", "with_overlap_us"):

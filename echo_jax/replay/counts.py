@@ -30,6 +30,7 @@ class Record(NamedTuple):
     error: jax.Array  # f32[Z]  sum of prediction - k-th score
     absolute_error: jax.Array  # f32[Z]
     relative_error: jax.Array  # f32[Z]  sum of |prediction - k-th score| / |k-th score|
+    rank_error: jax.Array  # f32[Z]  sum of |candidates / K - 1|: how many places off, whatever the scores' scale
     predicted: jax.Array  # f32[Z]  of request 0
 
 
@@ -74,7 +75,9 @@ def record(
         counts = jnp.zeros_like(counts)
     error = jnp.where(counts, predicted - kth, 0.0)
     relative = jnp.where(counts, jnp.abs(error) / jnp.maximum(jnp.abs(kth), jnp.finfo(jnp.float32).tiny), 0.0)
-    above = (scores.score[None] > predicted[..., None]) & is_old[None] & (plan.kind == "full")
+    candidates = (scores.score[None] > predicted[..., None]) & is_old[None] & (plan.kind == "full")
+
+    ranks = jnp.sum(candidates, axis=2, dtype=jnp.int32).astype(jnp.float32)
 
     if choice.attended is facts.exact:
         missed = jnp.zeros((), jnp.int32)
@@ -91,7 +94,7 @@ def record(
     return Record(
         moved=moved,
         reselected=reselected,
-        candidates=total(above),
+        candidates=total(candidates),
         missed=jnp.broadcast_to(missed, (count,)),
         deferred=jnp.broadcast_to(deferred, (count,)),
         predictions=total(counts),
@@ -100,5 +103,6 @@ def record(
         error=jnp.sum(error, axis=1),
         absolute_error=jnp.sum(jnp.abs(error), axis=1),
         relative_error=jnp.sum(relative, axis=1),
+        rank_error=jnp.sum(jnp.where(counts, jnp.abs(ranks / plan.top_k - 1), 0.0), axis=1),
         predicted=predicted[:, 0],
     )

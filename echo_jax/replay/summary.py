@@ -67,6 +67,7 @@ def _row(plan: Plan, counts: Counts, place: int, bytes_per_row: int, costs: Sequ
         "threshold_error": {
             "predictions": int(predictions),
             "relative": _ratio(total(each.relative_error), predictions),
+            "rank": _ratio(total(each.rank_error), predictions),
             "absolute": _ratio(total(each.absolute_error), predictions),
             "signed": _ratio(total(each.error), predictions),
             "above_share": _ratio(total(each.above), predictions),

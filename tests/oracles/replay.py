@@ -77,7 +77,7 @@ def replay(steps: Sequence[Step], ways: Ways) -> list[dict[str, float]]:
             kth.append(score)
 
         out = dict.fromkeys(("candidates", "refused", "predictions", "above", "missed"), 0)
-        out |= dict.fromkeys(("error", "absolute_error", "relative_error"), 0.0)
+        out |= dict.fromkeys(("error", "absolute_error", "relative_error", "rank_error"), 0.0)
         staged: list[list[int]] = []
         for r in range(requests):
             visible = step.length[r] + 1 if step.active[r] else 0
@@ -89,6 +89,8 @@ def replay(steps: Sequence[Step], ways: Ways) -> list[dict[str, float]]:
                 if visible > ways.top_k and math.isfinite(predicted) and math.isfinite(kth[r]):
                     error = float(np.float32(predicted) - np.float32(kth[r]))
                     out["predictions"] += 1
+                    found = sum(bool(step.score[r][p] > np.float32(predicted)) for p in range(step.length[r]))
+                    out["rank_error"] += abs(found / ways.top_k - 1)
                     out["above"] += predicted > kth[r]
                     out["error"] += error
                     out["absolute_error"] += abs(error)
