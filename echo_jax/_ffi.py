@@ -36,6 +36,7 @@ IMPLEMENTATIONS = ("auto", "ffi", "cuda", "jnp")
 # Python's platform name -> (XLA's platform name, suffix of the handler symbols).
 _PLATFORMS = {"cpu": ("cpu", "Cpu"), "gpu": ("CUDA", "Cuda"), "cuda": ("CUDA", "Cuda")}
 _TARGETS = {
+    "echo_zeros": "EchoZeros",
     "echo_recall": "EchoRecall",
     "echo_read_rows": "EchoReadRows",
     "echo_write_back": "EchoWriteBack",
@@ -143,8 +144,8 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+def opened() -> ctypes.CDLL | str:
+    """The library, opened once, or why there is none."""
     path = library_path()
     if path is None:
         return (
@@ -160,7 +161,7 @@ def _library() -> ctypes.CDLL | str:
 @functools.cache
 def _register(xla_platform: str, suffix: str) -> str | None:
     """Registers every target for one platform, once; None, or why it could not be done."""
-    library = _library()
+    library = opened()
     if isinstance(library, str):
         return library
     devices = jax.devices()  # a registration before the backend exists would be deferred, and its errors with it
@@ -226,6 +227,11 @@ def _runs_on(architecture: str, number: int) -> bool:
 # in place.
 
 
+def zeros(result: Any) -> jax.Array:
+    """echo_zeros: an array of the type `result`, memory space included, made where it lives."""
+    return _call("echo_zeros", result, ())
+
+
 def recall(
     records: jax.Array,
     host_pool: jax.Array,
@@ -277,12 +283,13 @@ def allocate(
     *,
     per_seat: int,
     new_per_seat: int,
+    blocks: int = 0,
 ) -> tuple[jax.Array, ...]:
     """echo_allocate: the four maps, in place if donated; slots, four lists of fills, all i32[M]; and counts i32[8]."""
     maps, numbers = (slot_of, host_of, priority, free), functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     lists = (numbers(rows.shape),) * 5
     results = (*map(jax.typeof, maps), *lists, numbers((8,)), numbers((SCRATCH_WORDS_PER_ENTRY * rows.shape[0],)))
-    attributes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat)}
+    attributes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat), "blocks": np.int64(blocks)}
     operands = (*maps, rows, touched, staged)
     return tuple(_call("echo_allocate", results, operands, {i: i for i in range(4)}, **attributes))[:-1]
 

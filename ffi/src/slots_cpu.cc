@@ -118,7 +118,7 @@ ffi::Error Allocate(Numbers slot_of_list, Numbers host_of_list, Numbers priority
                     ffi::Result<Numbers> fill_rows_result, ffi::Result<Numbers> fill_slots_result,
                     ffi::Result<Numbers> fill_mention_result, ffi::Result<Numbers> fill_source_result,
                     ffi::Result<Numbers> counts_result, ffi::Result<Numbers> scratch_result, int64_t per_seat,
-                    int64_t new_per_seat) {
+                    int64_t new_per_seat, int64_t /*blocks, of a GPU*/) {
   constexpr const char* kTarget = "echo_allocate";
   AllocateViews list;
   ECHO_RETURN_IF_ERROR(ViewMaps(kTarget, slot_of_list, host_of_list, priority_list, free_list, slot_of_result,
@@ -280,7 +280,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoAllocateCpu, Allocate,
                                   .Ret<Numbers>()   // counts
                                   .Ret<Numbers>()   // scratch
                                   .Attr<int64_t>("per_seat")
-                                  .Attr<int64_t>("new_per_seat"));
+                                  .Attr<int64_t>("new_per_seat")
+                                  .Attr<int64_t>("blocks"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoReleaseCpu, Release,
                               ffi::Ffi::Bind()

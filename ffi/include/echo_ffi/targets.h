@@ -18,6 +18,9 @@
 //   No other slot changes. Active slots must be distinct. The lists may be as long as a step can need; only `count`
 //   entries are looked at.
 //
+// echo_zeros() -> result, any shape: zeros, in whatever memory XLA gives the result. How a host pool is made: no copy of
+//   it is ever in another memory.
+//
 // echo_read_rows(host_pool [L, N_H, record], layer i32[], rows i32[M]) -> [M, record]
 //   result[m] = rows[m] >= 0 ? host_pool[layer, rows[m]] : zeros
 //
@@ -32,11 +35,13 @@
 //   differs between platforms, cannot matter.
 //
 // echo_allocate(slot_of i32[N_H], host_of i32[N_G], priority i32[N_G], free bool[N_G], rows i32[M], touched i32[M],
-//               staged i32[E]; per_seat i64, new_per_seat i64)
+//               staged i32[E]; per_seat i64, new_per_seat i64, blocks i64)
 //     -> slot_of, host_of, priority, free (all aliased), slots i32[M], fill_rows i32[M], fill_slots i32[M],
-//        fill_mention i32[M], fill_source i32[M], counts i32[8], scratch
+//        fill_mention i32[M], fill_source i32[M], counts i32[8], scratch i32[8 M]
 //   The whole of pool.allocate in echo_jax/pool.py, whose jnp form is the meaning, bit for bit. counts holds: entries to
-//   fill, hits, useful, recalled, written, evicted, 0, 0. scratch is the implementation's own and says nothing.
+//   fill, hits, useful, recalled, written, evicted, 0, 0. scratch is the implementation's own and says nothing. blocks is
+//   the size of the cluster on a GPU, 8 or 16, or 0 for what suits it; on a CPU it says nothing. More different rows than
+//   the pool has slots: refused on a CPU; on a GPU the last of them get no slot.
 //
 // echo_release(slot_of, host_of, priority, free, is_dropped bool[N_H]) -> slot_of, host_of, priority, free, all aliased
 //   pool.release: rows where is_dropped says so lose their slots.
