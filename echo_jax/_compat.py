@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax._src import core
+from jax._src.array import ArrayImpl
 
 # Host memory that the device can reach. A CPU device has the name too, for ordinary memory.
 HOST_KIND = "pinned_host"
@@ -32,25 +33,26 @@ def on_host(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     return sharding.with_memory_kind(HOST_KIND)
 
 
-def zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Zeros placed by `sharding`, committed, typed with its memory, and in memory that JAX owns.
+def host_type(shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of an array in host memory, as a traced one has it."""
+    return core.ShapedArray(shape, dtype, memory_space=jax.memory.Space.Host)
 
-    The ways in differ, each for a reason (jax 0.11.2). `device_put` of a NumPy array on a CPU keeps NumPy's
-    memory where it happens to be aligned, even when told not to, and such memory is copied when it is
-    donated. `jnp.zeros` on a GPU would fill device memory first. `make_array_from_callback` and a bare
-    `out_shardings` on one device type a pinned array as device memory, and XLA ends the process when it is
-    used.
+
+def adopt_on_host(tensor: Any, on_host: jax.sharding.Sharding) -> jax.Array:
+    """A DLPack tensor in pinned host memory (kDLCUDAHost) as an array of one GPU: the same bytes, committed and typed.
+
+    `jax.dlpack.from_dlpack` places such a tensor in host memory and types it as device memory, and XLA ends the process
+    when that is used; so the array is built again around the same buffer.
     """
-    is_on_host = sharding.memory_kind == HOST_KIND
-    if is_on_host and next(iter(sharding.device_set)).platform != "cpu":
-        untouched = np.zeros(shape, dtype)  # pages that nobody has written take no memory
-        return jax.device_put(untouched, sharding)
+    array: Any = jax.dlpack.from_dlpack(tensor)
+    if array.sharding.memory_kind != HOST_KIND:
+        raise RuntimeError(f"jax took pinned host memory for {array.sharding.memory_kind!r}; use a jax of 0.11.2")
+    return ArrayImpl(host_type(array.shape, array.dtype), on_host, array._arrays, committed=True)
 
-    def fill():
-        filled = jnp.zeros(shape, dtype)
-        return jax.device_put(filled, jax.memory.Space.Host) if is_on_host else filled
 
-    return jax.jit(fill, out_shardings=sharding)()
+def zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Zeros in device memory, placed by `sharding`, committed, and JAX's own: NumPy's memory is copied when donated."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
 
 
 def varying_like(array: jax.Array, operands: Sequence[Any]) -> jax.Array:

@@ -179,12 +179,13 @@ def _register(xla_platform: str, suffix: str) -> str | None:
             return f"XLA refused {target}: {error}; rebuild it with: {BUILD_COMMAND}"
     if not missing:
         return None
+    what = "" if len(missing) == len(_TARGETS) else f" for {', '.join(missing)}"
     if suffix == "Cuda":
         return (
-            f"the library was built without CUDA handlers for {', '.join(missing)}, as where no nvcc is found that "
-            f"compiles for the GPU; build it with: {CUDA_BUILD_COMMAND}"
+            f"the library was built without CUDA handlers{what}, as where no nvcc is found that compiles for the GPU; "
+            f"build it with: {CUDA_BUILD_COMMAND}"
         )
-    return f"the library was built without {', '.join(missing)}; rebuild it with: {BUILD_COMMAND}"
+    return f"the library was built without handlers{what}; rebuild it with: {BUILD_COMMAND}"
 
 
 def cuda_architectures(library: ctypes.CDLL) -> tuple[str, ...]:

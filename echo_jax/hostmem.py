@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from echo_jax import _compat, _ffi
+from echo_jax import _compat, _ffi, _pinned
 from echo_jax.types import NO_ROW, SOURCE_HOST
 
 IMPLEMENTATIONS = _ffi.IMPLEMENTATIONS
@@ -83,9 +83,12 @@ def create_pool(
     sharding = jax.devices()[0] if device is None else device
     if not isinstance(sharding, jax.sharding.Sharding):
         sharding = jax.sharding.SingleDeviceSharding(sharding)
-    if memory is HostMemory.PINNED:
-        sharding = _compat.on_host(sharding)
-    return _compat.zeros(shape, dtype, sharding)
+    if memory is HostMemory.ORDINARY:
+        return _compat.zeros(shape, dtype, sharding)
+    reason = _ffi.why_unavailable(next(iter(sharding.device_set)).platform)
+    if reason is not None:
+        raise RuntimeError(f"a pinned host pool is made by the library only: {reason}")
+    return _pinned.zeros(shape, dtype, sharding)
 
 
 def memory_of(host_pool: jax.Array) -> HostMemory:

@@ -10,6 +10,7 @@
 #include "echo_ffi/launch.cuh"
 #include "echo_ffi/rows.h"
 #include "echo_ffi/targets.h"
+#include "fill_zeros.cuh"
 #include "rows_kernel.cuh"
 
 namespace echo_ffi {
@@ -145,6 +146,11 @@ ffi::Error Recall(cudaStream_t stream, ffi::AnyBuffer records, ffi::AnyBuffer po
   return Run(kTarget, jobs, views.records.record_bytes, is_aligned, stream);
 }
 
+ffi::Error Zeros(cudaStream_t stream, ffi::Result<ffi::AnyBuffer> result) {
+  LaunchFillZeros(result->untyped_data(), static_cast<int64_t>(result->size_bytes()), stream);
+  return Launched("echo_zeros");
+}
+
 ffi::Error ReadRows(cudaStream_t stream, ffi::AnyBuffer pool_buffer, Numbers layer, Numbers rows,
                     ffi::Result<ffi::AnyBuffer> result) {
   constexpr const char* kTarget = "echo_read_rows";
@@ -191,6 +197,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoRecallCuda, Recall,
                                   .Arg<ffi::AnyBuffer>()   // new
                                   .Arg<ffi::AnyBuffer>()   // staged
                                   .Ret<ffi::AnyBuffer>(),  // records
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoZerosCuda, Zeros, ffi::Ffi::Bind().Ctx<Stream>().Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoReadRowsCuda, ReadRows,

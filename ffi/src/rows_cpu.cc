@@ -75,6 +75,11 @@ ffi::Error Recall(ffi::AnyBuffer records_buffer, ffi::AnyBuffer pool_buffer, Num
   return ffi::Error::Success();
 }
 
+ffi::Error Zeros(ffi::Result<ffi::AnyBuffer> result) {
+  std::memset(result->untyped_data(), 0, result->size_bytes());
+  return ffi::Error::Success();
+}
+
 ffi::Error ReadRows(ffi::AnyBuffer pool_buffer, Numbers layer_number, Numbers rows_list,
                     ffi::Result<ffi::AnyBuffer> result) {
   constexpr const char* kTarget = "echo_read_rows";
@@ -170,6 +175,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoRecallCpu, Recall,
                                   .Arg<ffi::AnyBuffer>()   // new
                                   .Arg<ffi::AnyBuffer>()   // staged
                                   .Ret<ffi::AnyBuffer>());  // records
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoZerosCpu, Zeros, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoReadRowsCpu, ReadRows,
                               ffi::Ffi::Bind()

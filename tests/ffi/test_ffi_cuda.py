@@ -84,7 +84,7 @@ def test_an_nvcc_that_cannot_compile_does_not_break_the_install(tmp_path):
 def test_registers_without_a_gpu(cuda_library):
     """What ahead-of-time compiles rely on; the library holds code for the GPU it is meant for."""
     assert _ffi.why_unavailable("gpu") is None and _ffi.why_unavailable("cuda") is None
-    library = _ffi._library()
+    library = _ffi.opened()
     assert not isinstance(library, str) and _ffi.cuda_architectures(library) == ("90a",)
 
 
@@ -137,10 +137,10 @@ def test_built_without_cuda(monkeypatch):
     class Library:
         EchoCudaArchitectures = type("Function", (), {"restype": None, "__call__": lambda self: b""})()
 
-    monkeypatch.setattr(_ffi, "_library", Library)
+    monkeypatch.setattr(_ffi, "opened", Library)
     monkeypatch.setattr(_ffi, "_register", _ffi._register.__wrapped__)
     reason = str(_ffi.why_unavailable("gpu"))
-    assert "without CUDA handlers for echo_recall" in reason and "export CUDACXX=" in reason
+    assert "built without CUDA handlers, as where no nvcc is found" in reason and "export CUDACXX=" in reason
     assert hostmem.choose("gpu") is hostmem.HostMemory.ORDINARY
     with pytest.raises(RuntimeError, match="CUDACXX"):
         hostmem.choose("gpu", "cuda")

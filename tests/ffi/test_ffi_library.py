@@ -41,7 +41,7 @@ def test_importing_loads_and_compiles_nothing():
 import sys, echo_jax._ffi, echo_jax.hostmem
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized(), "importing started a backend"
-assert echo_jax._ffi._library.cache_info().currsize == 0, "importing loaded the library"
+assert echo_jax._ffi.opened.cache_info().currsize == 0, "importing loaded the library"
 """
     result = run_python(code)
     assert result.returncode == 0, result.stderr
@@ -66,7 +66,7 @@ def test_a_pinned_pool_is_refused_where_the_library_has_gone(library, monkeypatc
 def test_not_built(monkeypatch):
     """As after an install without a compiler: a reason and a command, and jnp does the work."""
     monkeypatch.setattr(_ffi, "library_path", lambda: None)
-    monkeypatch.setattr(_ffi, "_library", _ffi._library.__wrapped__)
+    monkeypatch.setattr(_ffi, "opened", _ffi.opened.__wrapped__)
     monkeypatch.setattr(_ffi, "_register", _ffi._register.__wrapped__)
     reason = str(_ffi.why_unavailable("cpu"))
     assert "was not built" in reason and "pip install" in reason
@@ -126,7 +126,7 @@ def test_wrong_xla_ffi_version_is_refused(tmp_path, step):
 def test_a_refused_library_is_a_reason_not_a_crash(tmp_path, monkeypatch):
     path = build_impostor(tmp_path, _ffi.LIBRARY_VERSION + 1, 0, 1)
     monkeypatch.setattr(_ffi, "library_path", lambda: path)
-    monkeypatch.setattr(_ffi, "_library", _ffi._library.__wrapped__)
+    monkeypatch.setattr(_ffi, "opened", _ffi.opened.__wrapped__)
     monkeypatch.setattr(_ffi, "_register", _ffi._register.__wrapped__)
     assert "rebuild it with" in str(_ffi.why_unavailable("cpu"))
     assert hostmem.choose("cpu") is HostMemory.ORDINARY
