@@ -80,6 +80,26 @@ def make(name: str, rows: int, length: int, dtype: type = np.float32, seed: int 
         return np.stack([np.asarray(CORNERS[name](random, length), np.float32).astype(dtype) for _ in range(rows)])
 
 
+def sampled_positions(length: int, k: int) -> np.ndarray:
+    """The positions that Bracket in ffi/src/top_k_kernel.cuh samples."""
+    samples = 2048
+    while samples < 8192 and samples * k < 32 * length:
+        samples *= 2
+    index = np.arange(samples + 1, dtype=np.uint64)
+    start = (index * np.uint64(length)) // np.uint64(samples)
+    draw = ((index[:-1] + np.uint64(1)) * np.uint64(2654435769)) & np.uint64(0xFFFFFFFF)
+    return (start[:-1] + ((draw * np.diff(start)) >> np.uint64(32))).astype(np.int64)
+
+
+def fooled(rows: int, length: int, k: int, sample_is_best: bool) -> np.ndarray:
+    """f32[rows, length] whose sample says too much (too few keys lie above the bracket) or too little (too many do)."""
+    random = np.random.default_rng(rows)
+    score = random.random((rows, length), np.float32)
+    at = sampled_positions(length, k)
+    score[:, at] += 5 if sample_is_best else -5
+    return score
+
+
 def lengths(rows: int, length: int, k: int) -> np.ndarray:
     """i32[rows] visible lengths, the special ones first: all, none, one, around k, not a multiple of anything."""
     special = [length, 0, 1, k, k - 1, k + 1, length - 1, length // 2 + 3, 2 * k + 5, length - 7]

@@ -43,6 +43,22 @@ def test_corner(corner, dtype):
             assert difference is None, f"{implementation}, k {k}: {difference}"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("corner", [*selections.CORNERS, "fooled_too_high", "fooled_too_low"])
+def test_corner_on_a_gpu(corner, dtype):
+    """Rows long enough to be sampled, and divided among blocks; where the sample misleads, too."""
+    length, k = 40001, 2048
+    if corner in selections.CORNERS:
+        score = selections.make(corner, ROWS, length, dtype)
+    else:
+        score = selections.fooled(ROWS, length, k, sample_is_best=corner == "fooled_too_high").astype(dtype)
+    for rows, visible in ((ROWS, selections.lengths(ROWS, length, k)), (1, np.array([length], np.int32))):
+        expected = selections.answer(score[:rows], visible, k)
+        difference = selections.first_difference(got_by("cuda", score[:rows], visible, k), expected)
+        assert difference is None, f"{rows} rows: {difference}"
+
+
 @given(st.data(), st.integers(1, 4), st.integers(1, 90), st.integers(1, 100), st.sampled_from(list(DTYPES)))
 def test_any_bits(data, rows, length, k, dtype):
     """Scores of any bits, NaNs of every payload included, of a few kinds only so that ties are many."""
@@ -107,6 +123,7 @@ def calls_library(implementation):
     return "custom_call @echo_top_k" in text
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a process without a GPU is told")
 def test_choices():
     assert calls_library("auto") and calls_library("ffi") and not calls_library("jnp")
     with pytest.raises(ValueError, match="'rdma' but must be one of auto, ffi, cuda, jnp"):

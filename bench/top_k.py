@@ -1,0 +1,230 @@
+"""Exact selection on a GPU: is it the CPU's to the bit, and how long does it take beside jax.lax.top_k and torch.topk?
+
+    JAX_PLATFORMS=cuda,cpu python -m bench.top_k [check] [offsets] [bench]        (all three: under a minute on an H200)
+
+It knows echo_top_k of the shared library and the named corners of tests/selections.py. It does not know what makes
+scores.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+from bench.gpu_timing import L2_BYTES, device_bandwidth, graph_time, kernel_times
+from bench.harness import Measurement, record, summarise
+from echo_jax import _ffi
+from tests import selections
+
+TOP_K = 2048
+CLAIMS = {(1, 131072): "B.top_k_1_us", (32, 131072): "B.top_k_32_us", (102, 98304): "B.top_k_102_us"}
+CHECKED_ROWS = 10
+
+select = jax.jit(_ffi.top_k, static_argnames="k")
+
+# ---- scores --------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def index_scores(rows: int, length: int, heads: int = 64, bias: float = 0.0) -> jax.Array:
+    """As selections.index_scores, made on the device: sum over heads of weight * relu(normal + bias)."""
+
+    def add_head(total, key):
+        weight, product = jax.random.split(key)
+        products = jnp.maximum(jax.random.normal(product, (rows, length), jnp.float32) + bias, 0)
+        return total + jax.random.normal(weight, (rows, 1), jnp.float32) * products, None
+
+    return lax.scan(add_head, jnp.zeros((rows, length), jnp.float32), jax.random.split(jax.random.key(7), heads))[0]
+
+
+# ---- check ---------------------------------------------------------------------------------------------------
+
+
+def cases() -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
+    """(name, score, visible, k): every corner at a length that leaves rows unaligned, and at a real one."""
+    kinds: tuple[tuple[int, Any, int], ...] = (
+        (40001, np.float32, TOP_K),
+        (40001, ml_dtypes.bfloat16, TOP_K),
+        (40001, np.float32, 4096),
+        (40001, np.float32, 1),
+        (131072, np.float32, TOP_K),
+    )
+    for length, dtype, k in kinds:
+        visible = selections.lengths(CHECKED_ROWS, length, k)
+        for corner in selections.CORNERS:
+            score = selections.make(corner, CHECKED_ROWS, length, dtype, seed=k)
+            yield f"{corner}, {np.dtype(dtype).name} {CHECKED_ROWS} x {length}, k {k}", score, visible, k
+    # One row takes the most blocks, many rows one block each; a row longer than what is emitted at once.
+    for rows, length in ((1, 131072), (3, 1000003), (32, 131072), (102, 98304), (140, 33333)):
+        visible = np.full(rows, length, np.int32)
+        visible[1::3] = length - 1 - np.arange(len(visible[1::3])) * 7
+        for is_best in (False, True):
+            yield (
+                f"fooled, best sampled: {is_best}, {rows} x {length}",
+                selections.fooled(rows, length, TOP_K, is_best),
+                visible,
+                TOP_K,
+            )
+        for name, bias in (("index scores", 0.0), ("index scores, many zero", -3.2)):
+            score = np.asarray(index_scores(rows, length, 64 if bias == 0 else 4, bias))
+            yield f"{name}, {rows} x {length}", score, visible, TOP_K
+
+
+def got(score: Any, visible: Any, k: int, device: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    positions, kth_score = select(*jax.device_put((score, visible), device), k=k)
+    return np.asarray(positions), np.asarray(kth_score).view(np.uint32)
+
+
+def check() -> None:
+    """Every case against the CPU's twin, two rows of each against sorting, and the call again against itself."""
+    _ffi.register_for("cpu")
+    cpu, device = jax.devices("cpu")[0], jax.devices()[0]
+    failures, compared, started = [], 0, time.perf_counter()
+    for name, score, visible, k in cases():
+        result = got(score, visible, k, device)
+        expected = got(score, visible, k, cpu)
+        difference = selections.first_difference(result, expected)
+        if difference is None:
+            difference = selections.first_difference(
+                (result[0][:2], result[1][:2]), selections.answer(score[:2], visible[:2], k)
+            )
+        if difference is None:
+            difference = selections.first_difference(got(score, visible, k, device), result)
+            difference = f"not the same again: {difference}" if difference else None
+        compared += len(score)
+        if difference is not None:
+            failures.append(f"{name}: {difference}")
+            print(f"  DIFFERS  {failures[-1]}", flush=True)
+    print(f"check: {len(failures)} cases differ, {compared} rows compared, {time.perf_counter() - started:.1f} s")
+    record(
+        name="top-k: cases that differ from the CPU twin, from sorting, or from themselves when repeated",
+        value=len(failures),
+        unit="",
+        file="top_k.jsonl",
+        method="positions and k-th scores compared by bits",
+        shapes={"corners": len(selections.CORNERS), "rows": compared},
+    )
+    if failures:
+        sys.exit(1)
+
+
+def offsets() -> None:
+    """Rows that begin behind element 2^31 of the scores, and behind byte 2^31 of the positions, are themselves."""
+    rows, length, k = 2200, 1_000_003, 256
+
+    @jax.jit
+    def make():
+        """Cheap and different in every row: a hash of row and position."""
+        row, position = jnp.arange(rows, dtype=jnp.uint32)[:, None], jnp.arange(length, dtype=jnp.uint32)[None]
+        mixed = (row * jnp.uint32(0x9E3779B1)) ^ (position * jnp.uint32(0x85EBCA6B))
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35)
+        return (mixed >> 8).astype(jnp.float32)
+
+    score = make()
+    positions, bits = got(score, jnp.full((rows,), length, jnp.int32), k)
+    checked = [0, 2146, 2147, 2148, rows - 1]
+    for row in checked:
+        expected = selections.answer(np.asarray(score[row])[None], np.array([length]), k)
+        difference = selections.first_difference((positions[row : row + 1], bits[row : row + 1]), expected)
+        if difference is not None:
+            sys.exit(f"offsets: row {row} of {rows} x {length}: {difference}")
+    print(f"offsets: rows {checked} of {rows} x {length} agree")
+
+
+# ---- bench ---------------------------------------------------------------------------------------------------
+
+
+def torch_times(score: np.ndarray, k: int, repeats: int = 30) -> Measurement | None:
+    """torch.topk, sorted=False, the faster of its two, between CUDA events; None without torch."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return None
+    values, swept = torch.from_numpy(score).cuda(), torch.empty(4 * L2_BYTES, dtype=torch.uint8, device="cuda")
+    durations = []
+    for _ in range(repeats + 3):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        swept.zero_()
+        before.record()
+        torch.topk(values, k, sorted=False)
+        after.record()
+        torch.cuda.synchronize()
+        durations.append(before.elapsed_time(after) * 1e3)
+    return summarise(durations[3:])
+
+
+def timed(name: str, score: jax.Array, limit: float, claim: str | None = None, **peers: Measurement | None) -> None:
+    rows, length = score.shape
+    visible = jnp.full((rows,), length, jnp.int32)
+    run: Callable[..., Any] = jax.jit(functools.partial(_ffi.top_k, k=TOP_K))
+    took = kernel_times(run, score, visible).total
+    at_best = score.nbytes / limit * 1e6
+    others = {peer: time for peer, time in peers.items() if time is not None}
+    if claim is not None:
+        others["in a graph"] = graph_time(run, score, visible)
+    print(
+        f"  {name:<34}{rows:>5} x {length:<9}{took.median:8.1f} us  [{took.p10:.1f}, {took.p90:.1f}]"
+        f"  reading alone {at_best:5.1f}" + "".join(f"  {peer} {time.median:.1f}" for peer, time in others.items()),
+        flush=True,
+    )
+    record(
+        claim,
+        value=took,
+        unit="us",
+        file="top_k.jsonl",
+        name=f"exact top-k, {name}",
+        shapes={"rows": rows, "positions": length, "k": TOP_K, "dtype": score.dtype.name},
+        method="CUPTI time of the kernel, L2 overwritten before each call",
+        fraction_of_limit=at_best / took.median,
+        notes=f"limit: reading the scores once at {limit / 1e12:.2f} TB/s, {at_best:.1f} us"
+        + "".join(f"; {peer.replace('_', '.')} {time.median:.1f} us" for peer, time in others.items()),
+    )
+
+
+def bench() -> None:
+    limit = device_bandwidth().read
+    print(f"bench: k {TOP_K}, reading at {limit / 1e12:.2f} TB/s")
+    for (rows, length), claim in CLAIMS.items():
+        score = index_scores(rows, length)
+        by_xla = kernel_times(jax.jit(lambda score: lax.top_k(score, TOP_K)), score, repeats=30).total
+        by_torch = torch_times(np.asarray(score), TOP_K)
+        timed("index scores", score, limit, claim, lax_top_k=by_xla, torch_topk=by_torch)
+        timed("the same in bfloat16", score.astype(jnp.bfloat16), limit)
+        timed("many zeros", index_scores(rows, length, 4, -3.2), limit)
+        timed("all equal", jnp.zeros((rows, length), jnp.float32), limit)
+        for is_best in (False, True):
+            score = jnp.asarray(selections.fooled(rows, length, TOP_K, is_best))
+            timed(f"sample {'too good' if is_best else 'too bad'}, row searched", score, limit)
+    for rows, length in ((8, 131072), (16, 131072), (64, 131072), (512, 32768), (1, 1048576)):
+        timed("index scores", index_scores(rows, length), limit)
+
+
+PARTS = {"check": check, "offsets": offsets, "bench": bench}
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or list(PARTS)
+    if unknown := sorted(set(wanted) - set(PARTS)):
+        sys.exit(f"no part is called {unknown[0]!r}; there are {', '.join(PARTS)}")
+    reason = _ffi.why_unavailable()
+    if reason is not None:
+        sys.exit(f"echo_top_k cannot be called here: {reason}")
+    print(f"echo_top_k on {jax.devices()[0].device_kind}")
+    for name in wanted:
+        started = time.perf_counter()
+        PARTS[name]()
+        print(f"{name} took {time.perf_counter() - started:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
