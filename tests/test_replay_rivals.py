@@ -31,6 +31,7 @@ def guesses():
     source, steps = history()
     random = np.random.default_rng(9)
     guess = np.array([step.score for step in steps]) + random.normal(size=(STEPS, R, P)).astype(np.float32)
+    guess[::7] = -np.inf  # no guess, as in a model's first layer
     pages = -(-P // PAGE)
     bound = random.normal(size=(STEPS, R, pages)).astype(np.float32)
     return guess.astype(np.float32), random.uniform(0.6, 1, (STEPS, R)).astype(np.float32), bound
@@ -92,11 +93,17 @@ class FreeKV:
 
 
 def guessed(steps, guess):
-    def attended(t, r, exact):
-        visible = steps[t].length[r] + 1
-        return exact if guess is None else top_k(guess[t][r], visible, K)[0]
+    def ahead(t, r):
+        if guess is None:
+            return top_k(steps[t].score[r], steps[t].length[r] + 1, K)[0]
+        return top_k(guess[t][r], steps[t].length[r], K)[0] if np.isfinite(guess[t][r]).any() else []
 
-    return attended
+    def attended(t, r, exact):
+        if guess is None or not np.isfinite(guess[t][r]).any():
+            return exact
+        return [*ahead(t, r), steps[t].length[r]]
+
+    return {"attended": attended, "ahead": ahead}
 
 
 def paged(steps, bound, page):
@@ -127,11 +134,7 @@ def expected(name, form):
         rule = FreeKV(steps, cosine)
         more: dict[str, Any] = {"attended": rule.attended, "ahead": rule.ahead}
     elif name == "infinigen":
-        choose = guessed(steps, guess)
-        more = {
-            "attended": choose,
-            "ahead": lambda t, r: choose(t, r, top_k(steps[t].score[r], steps[t].length[r] + 1, K)[0]),
-        }
+        more = guessed(steps, guess)
     elif name == "arkvale":
         more = {"attended": paged(steps, bound, PAGE if form == "recorded" else K)}
     elif name == "hisparse":

@@ -67,9 +67,10 @@ class InfiniGen:
     """Guesses a layer's set one layer ahead, from the layer before it, and attends what it guessed.
 
     Modelled: the top-k of the trace's guessed scores is copied while the layer before runs, and is attended; the new
-    token is in it if the guess says so. Idealised (no guess in the trace): the guess is perfect, so nothing is missed
-    and everything absent is hidden behind one layer. Not modelled: its partial query weights, the SVD that makes them
-    predictable, and its variable number of tokens (K are always attended).
+    token is attended besides. Where there is no guess, as in the first layer, the exact set is recalled in the open.
+    Idealised (no guesses in the trace): the guess is perfect, so nothing is missed and everything absent is hidden
+    behind one layer. Not modelled: its partial query weights, the SVD that makes them predictable, and its variable
+    number of tokens (K are always attended).
     """
 
     hides_behind: ClassVar[str] = LAYER
@@ -78,13 +79,17 @@ class InfiniGen:
         return ()
 
     def choose(self, memory, facts):
-        guess = facts.scores.lookahead_score
+        scores, top_k = facts.scores, facts.exact.shape[1]
+        guess = scores.lookahead_score
         if guess is None:
-            attended = facts.exact
-        else:
-            listed = indexer.select(guess, facts.visible, facts.exact.shape[1]).positions
-            attended = _padded(listed, facts.exact.shape[1])
-        return memory, Choice(attended, attended, facts.scores.active)
+            return memory, Choice(facts.exact, facts.exact, scores.active)
+        has_guess = jnp.any(jnp.isfinite(guess), axis=1)[:, None]
+        older = jnp.where(scores.active, scores.length, 0)
+        listed = _padded(indexer.select(guess, older, top_k).positions, top_k)
+        newest = jnp.where(scores.active, scores.length, NO_POSITION)[:, None]
+        guessed = jnp.concatenate([listed, newest], axis=1)
+        attended = jnp.where(has_guess, guessed, _padded(facts.exact, top_k + 1))
+        return memory, Choice(attended, jnp.where(has_guess, listed, NO_POSITION), scores.active)
 
 
 @dataclasses.dataclass(frozen=True)
