@@ -12,7 +12,7 @@ import pytest
 from echo_jax import indexer
 from echo_jax.traces import OPTIONAL_FIELDS, StepScores, TraceInfo, open_trace
 from echo_jax.traces.format import HEADER, STEPS, open_folder
-from echo_jax.traces.writing import Writer, gaps, rounded_up, store
+from echo_jax.traces.writing import UnwritableTrace, Writer, gaps, rounded_up, store
 from echo_jax.types import NO_POSITION
 
 T, R, P, K, PAGE, WINDOWS = 5, 2, 24, 4, 8, 3
@@ -126,9 +126,10 @@ def test_nan_scores_are_counted_and_kept(tmp_path):
 
 def test_a_synthetic_trace_can_be_stored(tmp_path):
     name = "synth:churny,top_k=16,steps=9,requests=2,layers=2,request_steps=5"
-    info = store(open_trace(name), tmp_path / "trace", score_dtype="float32")
-    made, stored = open_trace(name), open_folder(tmp_path / "trace")
-    assert stored.info == info == dataclasses.replace(made.info, score_dtype="float32")
+    made = open_trace(name)
+    info = store(made, Writer(tmp_path / "trace", made.info))
+    stored = open_folder(tmp_path / "trace")
+    assert stored.info == info == made.info
     source, step = made.layer(1), jax.jit(lambda source, carry, t: source.step(carry, t))
     carry = source.init()
     for t, got in enumerate(read(tmp_path / "trace", 1)):
@@ -293,10 +294,10 @@ def test_what_a_writer_refuses_at_once(tmp_path, changes, message):
 
 
 def test_what_a_writer_refuses_of_steps(tmp_path):
-    with pytest.raises(ValueError, match="0 steps"):
+    with pytest.raises(UnwritableTrace, match="0 steps"):
         with Writer(tmp_path / "trace", INFO):
             pass
-    with pytest.raises(ValueError, match="100000 does not fit float16; store scores as float32"):
+    with pytest.raises(UnwritableTrace, match="100000 does not fit float16; store scores as float32"):
         write(tmp_path / "trace", dataclasses.replace(INFO, score_dtype="float16"),
               lambda step: step._replace(score=step.score.at[0, 1].set(1e5)))  # fmt: skip
     with pytest.raises(ValueError, match="query_cosine but a step has none"):

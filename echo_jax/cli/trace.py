@@ -5,6 +5,7 @@ Knows options, files and tables. What a trace is, and how its statistics are def
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -29,7 +30,7 @@ from echo_jax.sampling import Sampling
 from echo_jax.traces import OPTIONAL_FIELDS, PAGE_BOUND, PROMPT_SELECTED, SYNTHETIC, Trace, TraceInfo, open_trace
 from echo_jax.traces.describe import MULTIPLES, Locality, describe_layer
 from echo_jax.traces.record import Watch, record, trace_info
-from echo_jax.traces.writing import SCORE_DTYPES, Writer, store, stored_bytes
+from echo_jax.traces.writing import SCORE_DTYPES, UnwritableTrace, Writer, store, stored_bytes
 
 RECORD, SYNTH, DESCRIBE = ACTIONS = ("record", "synth", "describe")
 
@@ -148,6 +149,15 @@ def execute(options: TraceOptions) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _refusing_unwritable() -> Iterator[None]:
+    """While a trace is written: what only its steps could show to be wrong input."""
+    try:
+        yield
+    except (UnwritableTrace, OSError) as error:
+        raise InputError(str(error)) from error
+
+
 def _out(options: TraceOptions) -> Path:
     if options.out is None:
         raise InputError("--out is missing; give the folder to write")
@@ -184,7 +194,7 @@ def _record(options: TraceOptions) -> TraceInfo:
         config = _config(options, shape, tokens)
     done = [0] * len(prompts)
     steps = len(prompts) * options.max_new_tokens
-    with output.progress("compiling", total=sum(map(len, tokens)) + steps) as bar, refusing_wrong_input(), writer:
+    with output.progress("compiling", total=sum(map(len, tokens)) + steps) as bar, _refusing_unwritable(), writer:
 
         def on_prefill(prompt: int, count: int) -> None:
             bar.describe("prefill")
@@ -293,16 +303,10 @@ def _synthesise(options: TraceOptions, names: list[str]) -> TraceInfo:
                 f"--out is missing; give the folder to write (about {size}), or name {name} where a trace is wanted: "
                 "it is generated as it is read"
             )
+        writer = Writer(options.out, info, overwrite=options.overwrite)
     total = info.layer_kinds.count(FULL) * info.steps
-    with output.progress(f"synth, about {size}", total=total) as bar, refusing_wrong_input():
-        return store(
-            trace,
-            options.out,
-            band=options.band,
-            score_dtype=options.score_dtype,
-            overwrite=options.overwrite,
-            on_step=lambda layer, t: bar.advance(1),
-        )
+    with output.progress(f"synth, about {size}", total=total) as bar, _refusing_unwritable():
+        return store(trace, writer, lambda layer, t: bar.advance(1))
 
 
 # ---- describe --------------------------------------------------------------------------------------------

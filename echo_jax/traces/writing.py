@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,17 @@ from echo_jax.types import NO_POSITION
 SCORE_DTYPES = ("float16", "float32")
 
 
+class UnwritableTrace(ValueError):
+    """What came cannot be stored in the form that was asked for; known only once it came."""
+
+
 class Writer:
     """A trace being written to the folder `path`.
 
     Use as a context: the folder appears when the block ends well, and nothing is left of it otherwise. `info.steps` and
     `info.nan_scores` are set to what came. Raises ValueError for an unknown score dtype or a band below top_k,
-    FileExistsError for an existing path unless `overwrite` and it is a trace.
+    FileExistsError for an existing path unless `overwrite` and it is a trace; later UnwritableTrace for no step at all,
+    or a score beyond the score dtype.
     """
 
     def __init__(self, path: str | Path, info: TraceInfo, *, overwrite: bool = False):
@@ -94,8 +100,10 @@ class Writer:
         if len(set(self._lengths.values())) != 1:
             raise ValueError(f"layers have {self._lengths} steps; add every step to every layer that scores")
         if not self._steps:
-            raise ValueError("the trace would be empty: 0 steps; a request needs at least 2 new tokens, the first of "
-                             "which comes from its prefill")  # fmt: skip
+            raise UnwritableTrace(
+                "the trace would be empty: 0 steps; a request needs at least 2 new tokens, since its first one comes "
+                "from its prefill"
+            )
         lengths, active, starts = (np.stack(one) for one in zip(*self._steps, strict=True))
         np.savez_compressed(
             self._folder / STEPS,
@@ -149,7 +157,9 @@ class _Layer:
         finite = np.where(is_visible & np.isfinite(score), score, 0)
         largest, limit = np.max(np.abs(finite)), np.finfo(self.info.score_dtype).max
         if largest > limit:
-            raise ValueError(f"a score of {largest:g} does not fit {self.info.score_dtype}; store scores as float32")
+            raise UnwritableTrace(
+                f"a score of {largest:g} does not fit {self.info.score_dtype}; store scores as float32"
+            )
         stored = np.where(is_visible, score, 0).astype(self.info.score_dtype)
         if band is None:
             self._keep(name, stored)
@@ -195,13 +205,13 @@ def rounded_up(bounds: np.ndarray, dtype: str) -> np.ndarray:
     return np.where(too_low, np.nextafter(rounded, np.asarray(np.inf, dtype)), rounded)
 
 
-def store(trace: Trace, path: str | Path, *, band: int | None = None, score_dtype: str = "float16",
-          overwrite: bool = False, on_step: Any = None) -> TraceInfo:  # fmt: skip
+def store(trace: Trace, writer: Writer, on_step: Callable[[int, int], None] | None = None) -> TraceInfo:
     """Writes any trace, a synthetic one above all, a layer at a time; returns the header that was written.
 
-    Selected sets are computed from the scores where the trace does not bring them. Optional fields are kept.
+    The writer's header is the trace's, with a band and a score dtype of choice. Selected sets are computed from the
+    scores where the trace does not bring them. on_step(layer, step) is called as things happen.
     """
-    info = dataclasses.replace(trace.info, band=band, score_dtype=score_dtype)
+    info = writer.info
 
     @jax.jit
     def advance(source, carry, t):
@@ -213,7 +223,7 @@ def store(trace: Trace, path: str | Path, *, band: int | None = None, score_dtyp
             step = step._replace(selected=positions, kth_score=chosen.kth_score)
         return carry, step
 
-    with Writer(path, info, overwrite=overwrite) as writer:
+    with writer:
         for layer, kind in enumerate(info.layer_kinds):
             if kind != FULL:
                 continue

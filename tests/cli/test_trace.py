@@ -109,6 +109,14 @@ def test_wrong_recording(echo_jax, model_folder, prompt_file, options, parts):
     assert list(Path.cwd().iterdir()) == []
 
 
+def test_scores_that_no_half_precision_holds(echo_jax):
+    """Known only once they come; nothing half-written stays."""
+    given = ("synth:hot,top_k=4,context=32,steps=3,recency=1e6", "--out", "trace")
+    assert has_all(echo_jax("trace", "synth", *given).error(), "does not fit float16", "store scores as float32")
+    assert list(Path.cwd().iterdir()) == []
+    assert echo_jax("trace", "synth", *given, "--score-dtype", "float32").status == 0
+
+
 # ---- the traces that ship --------------------------------------------------------------------------------
 
 
