@@ -184,3 +184,21 @@ def test_the_history_is_worth_replaying():
     source, steps = history(0)
     assert np.asarray(source.starts).sum() > 2 * R and not np.asarray(source.active).all()
     assert counts.shared.nan_scores.sum() > 0
+
+
+def test_a_row_that_comes_back_after_sixteen_steps_was_evicted_too_early_and_after_seventeen_not():
+    """Two requests with two slots each: position 0 loses its slot in step 2, to the token made there."""
+    steps, start = 22, 30
+    score = np.zeros((steps, 2, P), np.float32)
+    length = np.tile(np.arange(start, start + steps, dtype=np.int32)[:, None], (1, 2))
+    for t in range(steps):
+        score[t, :, start + t] = 1.0  # each token attends itself, but for the first step and one of return
+    score[0, :, 0] = score[2 + 16, 0, 0] = score[2 + 17, 1, 0] = 2.0
+    starts = np.zeros((steps, 2), bool)
+    starts[0] = True
+    source = Listed(*(jnp.asarray(one) for one in (score, length, np.ones((steps, 2), bool), starts)))
+    info = TraceInfo(1, 2, steps, P, 1, ("full",), ("test",), "synth", 0)
+    made = plan(info, "full", [Setting(2, threshold=threshold.Never(), cap=caps.Fixed(0), pool="split")], RECORDS)
+    counts = run_layer(made, source, steps, chunk=steps)
+    recalled, back = counts.each.moved.recalled[:, 0], counts.each.reselected[:, 0]
+    assert np.flatnonzero(recalled).tolist() == [0, 18, 19] and np.flatnonzero(back).tolist() == [18]
