@@ -1,0 +1,95 @@
+"""CUDA events around a jitted call: from the moment the GPU reaches it to the moment it is done, launches included.
+
+It knows how to compile and register events.cu on the spot, and how to tie events to a call. Kernels of other projects
+are usually timed like this: overwrite the L2, record, call, record, all of it enqueued ahead of the GPU.
+Importing it compiles nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import gpu_timing
+from bench.harness import Measurement, summarise
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@functools.cache
+def build() -> ctypes.CDLL:
+    """Compiles and registers the events; RuntimeError without nvcc."""
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None:
+        raise RuntimeError("events.cu is compiled on the spot, which needs nvcc; put CUDA's bin folder on PATH")
+    library = Path(tempfile.mkdtemp(prefix="echo_events_")) / "events.so"
+    subprocess.run(
+        [
+            *(nvcc, "-std=c++17", "-O2", "-gencode=arch=compute_90a,code=sm_90a", "--Werror=all-warnings"),
+            *("-Xcompiler=-fPIC,-Wall,-Wextra", "-shared", "-isystem", jax.ffi.include_dir()),
+            *("-o", str(library), str(ROOT / "bench" / "events.cu")),
+        ],
+        check=True,
+    )
+    jax.devices()
+    opened = ctypes.CDLL(str(library))
+    opened.BenchElapsed.restype = ctypes.c_float
+    opened.BenchElapsed.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    jax.ffi.register_ffi_target("bench_record_event", jax.ffi.pycapsule(opened.RecordEventCuda), platform="CUDA")
+    return opened
+
+
+def event_time(
+    function: Callable[..., Any],
+    *arguments: Any,
+    repeats: int = gpu_timing.REPEATS,
+    sweep: bool = True,
+    runs: int = 2,
+) -> Measurement:
+    """Microseconds of function(*arguments), jittable and without donation: median, p10 and p90 of `repeats` calls.
+
+    All calls are one program: overwrite the L2, record, call, record. The call waits for its first event through its
+    smallest argument, the second event for the call through the call's first result, which is written in place.
+    """
+    library = build()
+
+    def program(arguments):
+        leaves, tree = jax.tree.flatten(arguments)
+        smallest = min(range(len(leaves)), key=lambda index: leaves[index].size)
+        before = number = jnp.zeros((1,), jnp.uint32)
+        for index in range(repeats):
+            zero = gpu_timing.overwrite(number, before)[:1] >> 31 if sweep else _zero_after(before)
+            leaves[smallest] = _record(leaves[smallest] + zero[0].astype(leaves[smallest].dtype), 2 * index)
+            results, shape = jax.tree.flatten(function(*jax.tree.unflatten(tree, leaves)))
+            results[0] = _record(results[0], 2 * index + 1)
+            before = results[0].reshape(-1)[:1]
+            del shape
+        return before
+
+    run = jax.jit(program)
+    durations: list[float] = []
+    for _ in range(1 + runs):
+        jax.block_until_ready(run(arguments))
+        durations = [1e3 * float(library.BenchElapsed(2 * index, 2 * index + 1)) for index in range(repeats)]
+    return summarise(durations)
+
+
+def _zero_after(before: jax.Array) -> jax.Array:
+    """u32[1] that is 0 and waits for `before`, whatever its bits are."""
+    bits = jax.lax.bitcast_convert_type(before, jnp.uint32 if before.dtype.itemsize == 4 else jnp.uint16)
+    return jnp.minimum(bits.astype(jnp.uint32), jnp.uint32(0))
+
+
+def _record(array: jax.Array, number: int) -> jax.Array:
+    call = jax.ffi.ffi_call("bench_record_event", jax.typeof(array), input_output_aliases={0: 0}, has_side_effect=True)
+    return call(array, number=np.int64(number))
