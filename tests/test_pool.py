@@ -1,4 +1,4 @@
-"""The slot maps against loops, bit for bit: lookup, allocation, eviction, release.
+"""The slot maps against loops, bit for bit: lookup, allocation, eviction, release. By jnp and by the shared library.
 
 The oracle works on seats' lists; `pool` on one list of rows. Here a step has one seat and no new rows, so both are the
 same list. What recall adds to this (new rows, staging, bytes) is in test_recall.py; whole histories with requests that
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from echo_jax import pool
+from echo_jax import _ffi, pool
 from echo_jax.eviction import HIGHEST, LOWEST, Lru
 from tests.oracles.pool import OraclePool, check_maps
 from tests.oracles.words import FREE_PRIORITY, NO_ROW, NO_SLOT
@@ -22,19 +22,21 @@ SOURCE_HOST = -1
 HOST_ROWS, SLOTS = 40, 8
 
 
-@jax.jit
-def step(maps, rows, when):
+@functools.partial(jax.jit, static_argnames="implementation")
+def step(maps, rows, when, *, implementation):
     """What `recall.require` does to the maps, with the least recently used policy."""
     told = pool.before_touch(maps, rows)
     priority = Lru().touch(*told, when, jnp.zeros(rows.shape))
-    return *pool.allocate(maps, rows, priority), told
+    return *pool.allocate(maps, rows, priority, implementation=implementation), told
 
 
-release = jax.jit(pool.release)
+release = jax.jit(pool.release, static_argnames="implementation")
 
 
 class Both:
-    """The library and the oracle, driven together; a difference fails at once."""
+    """Our pool and the oracle, driven together; a difference fails at once."""
+
+    implementation = "jnp"
 
     def __init__(self, slots=SLOTS, length=SLOTS):
         self.maps = pool.initial(HOST_ROWS, slots)
@@ -54,7 +56,9 @@ class Both:
             return when
 
         expected = self.oracle.require([padded.tolist()], [[]], self.when, touch)
-        self.maps, got, (old_priority, is_absent) = step(self.maps, padded, np.int32(self.when))
+        self.maps, got, (old_priority, is_absent) = step(
+            self.maps, padded, np.int32(self.when), implementation=self.implementation
+        )
         self.agree()
         assert np.asarray(got.slots).tolist() == expected.slots[0]
         self.check_fills(got, padded, expected.placed)
@@ -81,7 +85,7 @@ class Both:
         self.oracle.release(rows)
         dropped = np.zeros(HOST_ROWS, bool)
         dropped[rows] = True
-        self.maps = release(self.maps, dropped)
+        self.maps = release(self.maps, dropped, implementation=self.implementation)
         self.agree()
 
     def agree(self):
@@ -92,6 +96,15 @@ class Both:
             assert np.asarray(got).dtype == expected.dtype
             np.testing.assert_array_equal(got, expected, err_msg=name)
         check_maps(*(np.asarray(array) for array in ours))
+
+
+@pytest.fixture(autouse=True, params=["jnp", "ffi"])
+def implementation(request, monkeypatch):
+    """Every test runs by each; `Both` knows by which."""
+    if request.param == "ffi" and (reason := _ffi.why_unavailable("cpu")) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(Both, "implementation", request.param)
+    return request.param
 
 
 def test_an_empty_pool():
@@ -203,28 +216,31 @@ def test_extreme_priorities_are_live_and_ordered():
     assert np.asarray(both.maps.host_of).tolist() == [9, 7, 6, 8]
 
 
-def test_a_row_of_the_highest_priority_is_a_victim_before_a_protected_one():
+def test_a_row_of_the_highest_priority_is_a_victim_before_a_protected_one(implementation):
     """A use counter that had saturated at 2^31 - 1 looked like the mark of a protected slot: the selected row in slot 0
     was thrown out for the newcomer, and both then claimed the slot."""
+    allocate = functools.partial(pool.allocate, implementation=implementation)
     maps = pool.initial(HOST_ROWS, 2)
-    maps, _ = pool.allocate(maps, jnp.array([3, 4], jnp.int32), jnp.array([5, 2**31 - 1], jnp.int32))
-    maps, allocation = pool.allocate(maps, jnp.array([3, 7], jnp.int32), jnp.array([6, 6], jnp.int32))
+    maps, _ = allocate(maps, jnp.array([3, 4], jnp.int32), jnp.array([5, 2**31 - 1], jnp.int32))
+    maps, allocation = allocate(maps, jnp.array([3, 7], jnp.int32), jnp.array([6, 6], jnp.int32))
     assert np.asarray(allocation.slots).tolist() == [0, 1]
     assert np.asarray(maps.host_of).tolist() == [3, 7]
 
 
 @pytest.mark.parametrize("given, kept", [(FREE_PRIORITY, LOWEST), (LOWEST, LOWEST), (2**31 - 1, HIGHEST)])
-def test_a_policy_cannot_write_the_marks_of_free_and_protected_slots(given, kept):
+def test_a_policy_cannot_write_the_marks_of_free_and_protected_slots(given, kept, implementation):
+    allocate = functools.partial(pool.allocate, implementation=implementation)
     maps = pool.initial(HOST_ROWS, SLOTS)
-    maps, _ = pool.allocate(maps, jnp.array([3, NO_ROW], jnp.int32), jnp.array([given, 5], jnp.int32))
+    maps, _ = allocate(maps, jnp.array([3, NO_ROW], jnp.int32), jnp.array([given, 5], jnp.int32))
     assert np.asarray(maps.priority).tolist() == [kept] + [FREE_PRIORITY] * 7
     check_maps(*(np.asarray(array) for array in (maps.slot_of, maps.host_of, maps.priority, maps.free)))
 
 
-def test_the_highest_of_several_priorities_for_a_slot_wins_also_below_its_old_one():
+def test_the_highest_of_several_priorities_for_a_slot_wins_also_below_its_old_one(implementation):
+    allocate = functools.partial(pool.allocate, implementation=implementation)
     maps = pool.initial(HOST_ROWS, SLOTS)
-    maps, _ = pool.allocate(maps, jnp.array([3, 4], jnp.int32), jnp.array([90, 91], jnp.int32))
-    maps, _ = pool.allocate(maps, jnp.array([3, NO_ROW, 3], jnp.int32), jnp.array([-7, 99, -5], jnp.int32))
+    maps, _ = allocate(maps, jnp.array([3, 4], jnp.int32), jnp.array([90, 91], jnp.int32))
+    maps, _ = allocate(maps, jnp.array([3, NO_ROW, 3], jnp.int32), jnp.array([-7, 99, -5], jnp.int32))
     assert np.asarray(maps.priority)[:3].tolist() == [-5, 91, FREE_PRIORITY]
 
 
@@ -252,9 +268,11 @@ def test_a_random_history(slots, length):
         both.require(rows.tolist(), when=int(random.integers(-5, 5)) + number // 10)
 
 
-def test_the_maps_may_be_updated_in_place():
+def test_the_maps_may_be_updated_in_place(implementation):
     """Nothing but the state is as long as the pool or the host rows: the donated maps are the updated ones."""
     maps = jax.tree.map(lambda x: jnp.array(x, copy=True), pool.initial(64 * 1024, 4096))
-    donated = functools.partial(jax.jit, donate_argnums=0)(lambda maps, rows: pool.allocate(maps, rows, rows)[0])
+    donated = functools.partial(jax.jit, donate_argnums=0)(
+        lambda maps, rows: pool.allocate(maps, rows, rows, implementation=implementation)[0]
+    )
     memory = donated.lower(maps, jnp.zeros(64, jnp.int32)).compile().memory_analysis()
     assert memory is not None and memory.alias_size_in_bytes == 4 * 64 * 1024 + 9 * 4096

@@ -56,15 +56,21 @@ BASE = CacheConfig(
     tokens_per_step=T,
     staging=STAGING,
     host_memory="jnp",
+    slot_manager="jnp",
 )
 
 CONFIGS = {
-    "ffi_barely_legal": dataclasses.replace(BASE, host_memory="ffi"),
+    "ffi_barely_legal": dataclasses.replace(BASE, host_memory="ffi", slot_manager="ffi"),
     "jnp_few_pages_some_cap": dataclasses.replace(
         BASE, host_rows=6 * PAGE, device_slots=LEGAL + 7, eviction=eviction.Lfu(), prefetch_per_position=0.0625
     ),
     "ffi_ample_by_score": dataclasses.replace(
-        BASE, host_memory="ffi", host_rows=10 * PAGE, device_slots=200, eviction=eviction.ScoreWeighted(bonus_steps=4)
+        BASE,
+        host_memory="ffi",
+        slot_manager="ffi",
+        host_rows=10 * PAGE,
+        device_slots=200,
+        eviction=eviction.ScoreWeighted(bonus_steps=4),
     ),
 }
 
@@ -523,7 +529,7 @@ def test_many_random_histories(name):
 
 HISTORY_CONFIGS = {
     "ffi": CONFIGS["ffi_barely_legal"],
-    "jnp": dataclasses.replace(CONFIGS["ffi_barely_legal"], host_memory="jnp"),
+    "jnp": dataclasses.replace(CONFIGS["ffi_barely_legal"], host_memory="jnp", slot_manager="jnp"),
 }
 
 

@@ -1,0 +1,65 @@
+// The kernel of ffi/src/top_k_kernel.cuh on the emulated GPU, for test_ffi_top_k.py to call. A read outside the visible
+// scores of the row is an error here, where a GPU would often let it pass.
+#include <cstdint>
+#include <cstring>
+#include <exception>
+
+#include "gpu.h"
+
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+
+namespace {
+const void *readable_from = nullptr, *readable_to = nullptr;
+bool has_strayed = false;
+}  // namespace
+
+template <typename T>
+T __ldg(const T* from) {
+  if (from < readable_from || from + 1 > readable_to || reinterpret_cast<uintptr_t>(from) % sizeof(T) != 0) {
+    has_strayed = true;
+    return T{};
+  }
+  return *from;
+}
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32); }
+inline int __clz(uint32_t bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
+inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline uint32_t __reduce_max_sync(unsigned mask, uint32_t value) {
+  const uint64_t* values = emulate::Here().Trade(mask, value);
+  uint32_t highest = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) highest = max(highest, static_cast<uint32_t>(values[lane]));
+  return highest;
+}
+
+#include "top_k_kernel.cuh"
+
+namespace {
+
+template <typename Bits>
+void Run(const void* score, uint32_t visible, uint32_t k, uint32_t blocks, uint64_t seed, int32_t* positions,
+         uint32_t* kth_bits) {
+  using namespace echo_ffi::top_k;
+  const auto* scores = static_cast<const Bits*>(score);
+  readable_from = scores;
+  readable_to = scores + visible;
+  has_strayed = false;
+  emulate::Gpu gpu(static_cast<int>(blocks), sizeof(Shared), seed);
+  gpu.Run([&] {
+    SelectFromRow(*reinterpret_cast<Shared*>(echo_ffi::SharedMemory()), scores, visible, k, blocks, positions, kth_bits);
+  });
+  if (has_strayed) throw std::runtime_error("the kernel reads outside the visible scores, or unaligned");
+}
+
+}  // namespace
+
+// positions[k] and *kth_bits of one row of `visible` scores. Writes what went wrong into error[200], or nothing.
+extern "C" void EmulateTopK(const void* score, int is_bf16, uint32_t visible, uint32_t k, uint32_t blocks, uint64_t seed,
+                            int32_t* positions, uint32_t* kth_bits, char* error) {
+  try {
+    (is_bf16 ? Run<uint16_t> : Run<uint32_t>)(score, visible, k, blocks, seed, positions, kth_bits);
+  } catch (const std::exception& failure) {
+    std::strncpy(error, failure.what(), 199);
+  }
+}

@@ -1,0 +1,233 @@
+"""echo_allocate and echo_release at the border, and the GPU's kernel on a CPU.
+
+That the library's maps are those of jnp is test_slot_manager.py's business. Here: what is refused, in place, under vmap
+and shard_map; and the CUDA source of the slot manager, compiled for an emulated GPU, against the CPU twin.
+"""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from echo_jax import pool
+from echo_jax.types import NO_ROW, SlotMaps
+from tests import test_slot_manager as histories
+from tests.ffi.conftest import CPU, on_device
+
+HOST_ROWS, SLOTS = 64, 8
+
+allocate = functools.partial(pool.allocate, implementation="ffi")
+
+
+def some_maps() -> SlotMaps:
+    """Rows 0 to 5 in slots 0 to 5, the oldest first."""
+    maps = jax.tree.map(on_device, pool.initial(HOST_ROWS, SLOTS))
+    return jax.jit(allocate)(maps, jnp.arange(6, dtype=jnp.int32), jnp.arange(6, dtype=jnp.int32))[0]
+
+
+def numbers(*values) -> jax.Array:
+    return on_device(np.asarray(values, np.int32))
+
+
+def test_maps_are_updated_in_place(device):
+    step, drop = (
+        jax.jit(allocate, donate_argnums=0),
+        jax.jit(pool.release, donate_argnums=0, static_argnames="implementation"),
+    )
+    maps = some_maps()
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(maps)]
+    for start in range(0, 60, 4):
+        rows = start + np.arange(4, dtype=np.int32)
+        maps, allocation = step(maps, on_device(rows), on_device(rows))
+        assert int(allocation.fills.count) == 4 - int(allocation.hits)
+        maps = drop(maps, on_device(np.arange(HOST_ROWS) == start), implementation="ffi")
+        assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(maps)] == before
+
+
+def test_without_donation_the_argument_stays(device):
+    maps = some_maps()
+    kept = jax.tree.map(np.array, maps)
+    jax.block_until_ready(jax.jit(allocate)(maps, numbers(9, 10, 11, 12), numbers(9, 9, 9, 9)))
+    histories.assert_equal(jax.device_get(maps), kept)
+
+
+REFUSED = {
+    # rows, touched, staged; per_seat and new_per_seat; what is said
+    "a_row_beyond_the_host": (([3, HOST_ROWS], [1, 1], []), {}, r"rows\[1\] is 64 but slot_of holds 64 rows"),
+    "a_staged_row_beyond_the_host": (([3], [1], [NO_ROW, 70]), {}, r"staged\[1\] is 70 but slot_of holds 64 rows"),
+    "more_rows_than_slots": (
+        ([*range(9)], [*range(9)], []),
+        {},
+        "the list has 9 different rows but the pool holds 8; raise device_slots",
+    ),
+    "a_broken_seat": (([1, 2, 3], [1, 2, 3], []), {"per_seat": 2}, "rows has length 3, per_seat is 2"),
+    "too_many_new_rows": (([1, 2], [1, 2], []), {"per_seat": 2, "new_per_seat": 3}, "new_per_seat is 3"),
+    "too_few_priorities": (([1, 2, 3], [1, 2], []), {}, "rows has length 3 but touched has length 2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_and_nothing_changed(library, case):
+    arguments, sizes, message = REFUSED[case]
+    maps = some_maps()
+    kept = jax.tree.map(np.array, maps)
+    with pytest.raises(Exception, match=message):
+        lists = (numbers(*values) for values in arguments)
+        jax.block_until_ready(jax.jit(functools.partial(allocate, **sizes))(maps, *lists))
+    histories.assert_equal(jax.device_get(maps), kept)
+
+
+def test_maps_of_different_lengths_are_refused(library):
+    maps = some_maps()
+    broken = maps.replace(free=jnp.ones((SLOTS + 1,), bool))
+    with pytest.raises(Exception, match="host_of has length 8 but free has length 9"):
+        jax.block_until_ready(jax.jit(allocate)(broken, numbers(1), numbers(1)))
+    with pytest.raises(Exception, match="slot_of has length 64 but is_dropped has length 63"):
+        jax.block_until_ready(jax.jit(functools.partial(pool.release, implementation="ffi"))(maps, np.ones(63, bool)))
+
+
+def test_any_negative_row_is_padding(device):
+    _, allocation = jax.jit(allocate)(some_maps(), numbers(-7, 3, NO_ROW), numbers(1, 1, 1), numbers(-2))
+    assert np.asarray(allocation.slots).tolist() == [-1, 3, -1]
+
+
+def test_an_empty_list(device):
+    maps = some_maps()
+    after, allocation = jax.jit(allocate)(maps, numbers(), numbers())
+    histories.assert_equal(jax.device_get(after), jax.device_get(maps))
+    assert int(allocation.fills.count) == int(allocation.hits) == int(allocation.evicted) == 0
+
+
+def test_vmap_is_one_call_after_another(device):
+    """A replay steps the maps of many settings together."""
+    one = some_maps()
+    rows = np.asarray([[7, 8, 9, 1], [5, 5, 20, -1], [-1, -1, -1, -1]], np.int32)
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * len(rows)), one)
+    maps, allocation = jax.jit(jax.vmap(allocate))(many, on_device(rows), on_device(rows))
+    for index, row in enumerate(rows):
+        expected = jax.jit(allocate)(one, on_device(row), on_device(row))
+        got = jax.tree.map(lambda leaf, index=index: leaf[index], (maps, allocation))
+        histories.assert_equal(jax.device_get(got), jax.device_get(expected))
+
+
+def test_shard_map_each_device_its_own_maps(library):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("x")
+    split = NamedSharding(mesh, spec)
+    one = some_maps()
+    rows = np.asarray([[7, 8, 9, 1], [5, 5, 20, -1], [-1, 3, -1, -1], [60, 61, 62, 63]], np.int32)
+    maps = jax.device_put(jax.tree.map(lambda leaf: np.tile(leaf, 4), one), split)
+    lists = jax.device_put(rows.reshape(-1), split)
+
+    def step(maps, rows):
+        maps, allocation = allocate(maps, rows, rows)
+        return maps, allocation.slots, allocation.hits[None]
+
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec), donate_argnums=0)
+    maps, slots, hits = jax.device_get(run(maps, lists))
+    for index, row in enumerate(rows):
+        expected, allocation = jax.device_get(jax.jit(allocate)(one, on_device(row), on_device(row)))
+        histories.assert_equal(jax.tree.map(lambda leaf, index=index: np.split(leaf, 4)[index], maps), expected)
+        assert slots.reshape(4, -1)[index].tolist() == allocation.slots.tolist() and hits[index] == allocation.hits
+
+
+@pytest.mark.parametrize("implementation, message", [("cuda", "CUDA device"), ("triton", "must be one of")])
+def test_a_named_implementation_works_or_says_why_not(library, implementation, message):
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        pool.allocate(some_maps(), numbers(1), numbers(1), implementation=implementation)
+
+
+# ---- the kernel of the GPU, emulated ---------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+GPU_SHARED_BYTES = 227 * 1024  # what one block of an H200 may have
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    """ffi/src/slots_kernel.cuh as a CPU library."""
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    path = tmp_path_factory.mktemp("emulator") / "slots.so"
+    folders = [ROOT / "tests/ffi/emulate", ROOT / "ffi/include", ROOT / "ffi/src"]
+    command = [compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
+    command += ["-DECHO_EMULATE", *(f"-I{folder}" for folder in folders), "-isystem", jax.ffi.include_dir()]
+    subprocess.run([*command, str(folders[0] / "slots.cc"), "-o", str(path)], check=True, timeout=100)
+    library = ctypes.CDLL(str(path))
+    library.EmulateSharedBytes.restype = ctypes.c_int64
+    return library
+
+
+def emulate(emulator, maps, rows, priority, staged, *, per_seat, new_per_seat, blocks, shared_limit, seed):
+    """pool.allocate's results by the emulated kernel; every buffer it should write holds garbage before."""
+    random = np.random.default_rng(seed)
+    length = len(rows)
+    kept = [np.array(array) for array in (maps.slot_of, maps.host_of, maps.priority)]
+    free = np.array(maps.free)
+    given = [np.array(array, np.int32) for array in (rows, priority, staged)]
+    results = [random.integers(-(2**31), 2**31, size).astype(np.int32) for size in (*[length] * 5, 8, 8 * length)]
+    pointers = [array.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)) for array in (*kept, *given, *results)]
+    sizes = (len(maps.slot_of), len(maps.host_of), length, len(staged), per_seat, new_per_seat)
+    error = ctypes.create_string_buffer(200)
+    emulator.EmulateAllocate(
+        (ctypes.POINTER(ctypes.c_int32) * len(pointers))(*pointers),
+        free.ctypes.data_as(ctypes.c_void_p),
+        (ctypes.c_int32 * len(sizes))(*sizes),
+        ctypes.c_int(blocks),
+        ctypes.c_int64(shared_limit),
+        ctypes.c_uint64(seed),
+        error,
+    )
+    assert not error.value, error.value.decode()
+    slot_of, host_of, updated, is_free, *lists, counts = map(jnp.asarray, (*kept, free, *results[:-1]))
+    slots, fill_rows, fill_slots, mention, source = lists
+    fills = pool.Fills(fill_rows, fill_slots, mention, source, counts[0])
+    allocation = pool.Allocation(slots, fills, counts[1], counts[2], counts[3], counts[4], counts[5])
+    return SlotMaps(slot_of=slot_of, host_of=host_of, priority=updated, free=is_free), allocation
+
+
+@pytest.mark.parametrize("is_tight", [False, True], ids=["shared", "reread"])
+@pytest.mark.parametrize("case", histories.CASES, ids=lambda case: case.name)
+def test_the_kernel_of_the_gpu_emulated(library, emulator, case, is_tight):
+    """Two blocks of 1024 threads. With `reread`, shared memory holds neither the priorities nor the list."""
+    random = np.random.default_rng(1)
+    maps = histories.draw_maps(random, case)
+    sizes = {"per_seat": case.per_seat, "new_per_seat": case.new_per_seat}
+    by_twin = jax.jit(functools.partial(allocate, **sizes))
+    limit = emulator.EmulateSharedBytes() + case.slots // 8 + 128 if is_tight else GPU_SHARED_BYTES
+    for step in range(4):
+        rows = histories.draw_rows(random, case, maps)
+        priority = histories.draw_priorities(random, case, step, len(rows))
+        staged = histories.draw_staged(random, case, rows)
+        expected = jax.device_get(by_twin(*jax.device_put((maps, rows, priority, staged), CPU)))
+        got = emulate(emulator, maps, rows, priority, staged, **sizes, blocks=2, shared_limit=limit, seed=step)
+        histories.assert_equal(got, expected)
+        maps = expected[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [8, 16])
+@pytest.mark.parametrize("case", histories.CASES, ids=lambda case: case.name)
+def test_the_kernel_of_the_gpu_emulated_in_full(library, emulator, case, blocks):
+    random = np.random.default_rng(blocks)
+    maps = histories.draw_maps(random, case)
+    sizes = {"per_seat": case.per_seat, "new_per_seat": case.new_per_seat}
+    by_twin = jax.jit(functools.partial(allocate, **sizes))
+    for step in range(3):
+        rows = histories.draw_rows(random, case, maps)
+        priority = histories.draw_priorities(random, case, step, len(rows))
+        staged = histories.draw_staged(random, case, rows)
+        expected = jax.device_get(by_twin(*jax.device_put((maps, rows, priority, staged), CPU)))
+        got = emulate(
+            emulator, maps, rows, priority, staged, **sizes, blocks=blocks, shared_limit=GPU_SHARED_BYTES, seed=1
+        )
+        histories.assert_equal(got, expected)
+        maps = expected[0]
