@@ -62,6 +62,8 @@ def history(seed=0, requests=R, steps=STEPS):
         value = np.round(fixed + 0.7 * slow + 0.5 * random.normal(size=(requests, P)) + 1, 1)
         odd = random.random((requests, P)) < 0.01
         score[t] = np.where(odd, random.choice([np.nan, np.inf, -np.inf, -0.0], size=(requests, P)), value)
+        for r in np.flatnonzero(random.random(requests) < 0.08):  # a k-th score that is no number, or one of many equal
+            score[t, r] = random.choice([np.nan, np.inf, -np.inf, 1.5])
         score[t][np.arange(P)[None] > length[t][:, None]] = -np.inf
         now += active[t]
         left -= active[t]
@@ -76,23 +78,50 @@ class Pair:
     """A setting, and the same thing said to the oracle."""
 
     setting: Setting
-    ways: dict
+    ways: Any  # a dict, or a function that makes one with a memory of its own
 
-    def oracle(self, **more):
+    def oracle(self):
+        ways: Any = self.ways() if callable(self.ways) else self.ways
         base = {
             "top_k": K,
             "capacity": P,
             "slots_per_request": self.setting.slots_per_request,
             "threshold": lambda: oracle_threshold.EMA(0.5),
             "touch": lambda priority, filled, step, score: step,
-            "allowed": lambda request, context, candidates: 64 if context else 0,
+            "allowed": lambda contexts, candidates: [64 if context else 0 for context in contexts],
         }
-        return oracle.Ways(**(base | self.ways | more))
+        return oracle.Ways(**(base | ways))
 
 
 class SeesOutcome(oracle_threshold.Last):
     def _next(self, kth_score):
         return np.nextafter(kth_score, np.float32(-np.inf))
+
+
+class Dealer:
+    """One budget for all: each row goes to the request whose staged rows were needed most, which has candidates."""
+
+    def __init__(self, budget, rows, keep):
+        self.budget, self.rows, self.keep = budget, rows, np.float32(keep)
+        self.share = [np.float32(1)] * R
+
+    def ways(self):
+        return {"allowed": self.allowed, "told": self.told, "began": self.began}
+
+    def began(self, request):
+        self.share[request] = np.float32(1)
+
+    def allowed(self, contexts, candidates):
+        given, left = [0] * R, self.budget
+        for r in sorted(range(R), key=lambda r: (-self.share[r], r)):
+            given[r] = min(candidates[r], self.rows, left)
+            left -= given[r]
+        return given
+
+    def told(self, request, staged, useful):
+        if staged:
+            new = np.float32(useful) / np.float32(staged)
+            self.share[request] = self.keep * self.share[request] + (np.float32(1) - self.keep) * new
 
 
 def sigmoid_bonus(priority, filled, step, score):
@@ -102,13 +131,16 @@ def sigmoid_bonus(priority, filled, step, score):
 PAIRS = {
     "ema_lru": Pair(Setting(8), {}),
     "tight_pool": Pair(Setting(6), {}),
-    "small_cap": Pair(Setting(7, cap=caps.Fixed(2)), {"allowed": lambda r, context, candidates: 2 if context else 0}),
+    "small_cap": Pair(
+        Setting(7, cap=caps.Fixed(2)), {"allowed": lambda contexts, candidates: [2 if n else 0 for n in contexts]}
+    ),
     "proportional": Pair(
-        Setting(9, cap=caps.Proportional(0.1, 4)), {"allowed": lambda r, context, candidates: min(4, context // 10)}
+        Setting(9, cap=caps.Proportional(0.1, 4)),
+        {"allowed": lambda contexts, candidates: [min(4, context // 10) for context in contexts]},
     ),
     "no_prefetch": Pair(
         Setting(8, threshold=threshold.Never(), cap=caps.Fixed(0)),
-        {"threshold": oracle_threshold.Never, "allowed": lambda r, context, candidates: 0},
+        {"threshold": oracle_threshold.Never, "allowed": lambda contexts, candidates: [0] * R},
     ),
     "always": Pair(Setting(8, threshold=threshold.Always()), {"threshold": oracle_threshold.Always}),
     "last_lfu": Pair(
@@ -134,6 +166,7 @@ PAIRS = {
         },
     ),
     "split": Pair(Setting(8, pool="split"), {"split": True}),
+    "budgeted": Pair(Setting(8, cap=caps.Budgeted(3, 2, keep=0.5)), lambda: Dealer(3, 2, 0.5).ways()),
     "split_tight": Pair(
         Setting(6, pool="split", threshold=threshold.Last()), {"split": True, "threshold": oracle_threshold.Last}
     ),

@@ -129,7 +129,7 @@ def expected(name, form):
     _, steps = history()
     guess, cosine, bound = guesses() if form == "recorded" else (None, None, None)
     base: dict[str, Any] = {"top_k": K, "capacity": P, "slots_per_request": SLOTS, "threshold": Never}
-    base |= {"touch": lambda priority, filled, step, score: step, "allowed": lambda r, context, candidates: 0}
+    base |= {"touch": lambda priority, filled, step, score: step, "allowed": lambda contexts, candidates: [0] * R}
     if name == "freekv":
         rule = FreeKV(steps, cosine)
         more: dict[str, Any] = {"attended": rule.attended, "ahead": rule.ahead}

@@ -39,12 +39,13 @@ class Ways:
     slots_per_request: int
     threshold: Callable[[], Any]  # a new request's predictor: value(), observe(kth, visible, top_k), reset()
     touch: Callable[[int, bool, int, float], int]
-    allowed: Callable[[int, int, int], int]  # (request, context, candidates) -> rows it may copy ahead
+    allowed: Callable[[list[int], list[int]], list[int]]  # (contexts, candidates) -> rows each may copy ahead
     split: bool = False
     is_shared_layer: bool = False
     knows_outcome: bool = False  # the predictor is shown a step's k-th score before it predicts it
     knows_uses: bool = False  # touch is given minus the step of the next use as the score
-    told: Callable[[int, int, int], None] = lambda request, staged, useful: None  # after every step
+    told: Callable[[int, int, int], None] = lambda request, staged, useful: None  # of every request, after every step
+    began: Callable[[int], None] = lambda request: None  # when a request starts
     attended: Callable[[int, int, list[int]], list[int]] | None = None  # (step, request, exact set) -> attended set
     ahead: Callable[[int, int], list[int]] | None = None  # (step, request) -> positions fetched ahead
 
@@ -68,6 +69,7 @@ def replay(steps: Sequence[Step], ways: Ways) -> list[dict[str, float]]:
                     evicted_at[pool].pop(row, None)
             if step.starts[r]:
                 predictors[r].reset()
+                ways.began(r)
 
         exact, kth = [], []
         for r in range(requests):
@@ -84,7 +86,7 @@ def replay(steps: Sequence[Step], ways: Ways) -> list[dict[str, float]]:
             if ways.knows_outcome:
                 predictors[r].observe(kth[r], visible, ways.top_k)
             predicted = float(predictors[r].value())
-            staged.append(_stage(step, r, t, predicted, ways, pools, in_pool, out))
+            staged.append(_candidates(step, r, t, predicted, ways, pools, in_pool, out))
             if not ways.is_shared_layer:
                 if visible > ways.top_k and math.isfinite(predicted) and math.isfinite(kth[r]):
                     error = float(np.float32(predicted) - np.float32(kth[r]))
@@ -97,6 +99,12 @@ def replay(steps: Sequence[Step], ways: Ways) -> list[dict[str, float]]:
                     out["relative_error"] += abs(error) / max(abs(kth[r]), float(np.finfo(np.float32).tiny))
                 if not ways.knows_outcome:
                     predictors[r].observe(kth[r], visible, ways.top_k)
+
+        if ways.ahead is None and not ways.is_shared_layer:
+            caps = ways.allowed([n if a else 0 for n, a in zip(step.length, step.active, strict=True)],
+                                [len(found) for found in staged])  # fmt: skip
+            out["refused"] = sum(max(0, len(found) - cap) for found, cap in zip(staged, caps, strict=True))
+            staged = [found[:cap] for found, cap in zip(staged, caps, strict=True)]
 
         wanted = [list(chosen) for chosen in exact]
         if ways.attended is not None:
@@ -112,8 +120,8 @@ def _place(request: int, in_pool: int, capacity: int) -> tuple[int, int]:
     return request // in_pool, request % in_pool * capacity
 
 
-def _stage(step, r, t, predicted, ways, pools, in_pool, out) -> list[int]:
-    """Positions that request r copies ahead."""
+def _candidates(step, r, t, predicted, ways, pools, in_pool, out) -> list[int]:
+    """Positions that request r would copy ahead, were there no cap."""
     pool, base = _place(r, in_pool, ways.capacity)
     old = [p for p in range(step.length[r])] if step.active[r] else []
     if not ways.is_shared_layer:
@@ -122,10 +130,7 @@ def _stage(step, r, t, predicted, ways, pools, in_pool, out) -> list[int]:
         return [p for p in ways.ahead(t, r) if p in old and base + p not in pools[pool].slot_of]
     if ways.is_shared_layer:
         return []
-    found = [p for p in old if step.score[r][p] > np.float32(predicted) and base + p not in pools[pool].slot_of]
-    cap = ways.allowed(r, step.length[r], len(found))
-    out["refused"] += max(0, len(found) - cap)
-    return found[:cap]
+    return [p for p in old if step.score[r][p] > np.float32(predicted) and base + p not in pools[pool].slot_of]
 
 
 def _require(steps, t, wanted, staged, ways, pools, evicted_at, in_pool) -> dict[str, int]:
