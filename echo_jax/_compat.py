@@ -33,9 +33,20 @@ def on_host(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     return sharding.with_memory_kind(HOST_KIND)
 
 
-def host_type(shape: tuple[int, ...], dtype: Any) -> Any:
-    """The type of an array in host memory, as a traced one has it."""
-    return core.ShapedArray(shape, dtype, memory_space=jax.memory.Space.Host)
+def allocated_on_host(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """In a jitted function: an array in host memory whose contents say nothing, allocated there and nowhere else.
+
+    XLA gives the result of a call host memory only where the call aliases an operand that has it; elsewhere it makes
+    the result on the device and copies. What it does allocate on the host is the operand of a `dynamic_update_slice`
+    there: a broadcast becomes an uninitialised buffer, and only the small update is written (jax 0.11.2; a compile test
+    holds it). On a CPU all memory is one and the zeros are simply made.
+    """
+
+    def zeros_on_host(sizes: tuple[int, ...]) -> jax.Array:
+        return jax.device_put(jnp.zeros(sizes, dtype), jax.memory.Space.Host)
+
+    corner = zeros_on_host((1,) * (len(shape) - 1) + shape[-1:])
+    return jax.lax.dynamic_update_slice(zeros_on_host(shape), corner, (0,) * len(shape))
 
 
 def adopt_on_host(tensor: Any, on_host: jax.sharding.Sharding) -> jax.Array:
@@ -47,7 +58,8 @@ def adopt_on_host(tensor: Any, on_host: jax.sharding.Sharding) -> jax.Array:
     array: Any = jax.dlpack.from_dlpack(tensor)
     if array.sharding.memory_kind != HOST_KIND:
         raise RuntimeError(f"jax took pinned host memory for {array.sharding.memory_kind!r}; use a jax of 0.11.2")
-    return ArrayImpl(host_type(array.shape, array.dtype), on_host, array._arrays, committed=True)
+    host_type = core.ShapedArray(array.shape, array.dtype, memory_space=jax.memory.Space.Host)
+    return ArrayImpl(host_type, on_host, array._arrays, committed=True)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -228,9 +228,9 @@ def _runs_on(architecture: str, number: int) -> bool:
 # in place.
 
 
-def zeros(result: Any) -> jax.Array:
-    """echo_zeros: an array of the type `result`, memory space included, made where it lives."""
-    return _call("echo_zeros", result, ())
+def zeros(buffer: jax.Array) -> jax.Array:
+    """echo_zeros: `buffer` with zeros in it, in place if it is donated or made in the same program."""
+    return _call("echo_zeros", jax.typeof(buffer), (buffer,), aliases={0: 0})
 
 
 def recall(

@@ -2,9 +2,10 @@
 
 Knows whose memory it is and what a failure means. Does not know what a pool is for. Two owners, one kind of array:
 
-XLA       the pool is a result of a jitted call whose only work is to write zeros where the result lies. XLA's pinned
-          memory has a limit that is set before its backend starts (64 GiB, or XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB), is
-          taken from the machine in powers of two, and is kept until the process ends.
+XLA       the pool is the result of a jitted function that allocates it there and writes zeros where it lies. XLA's
+          pinned memory has a limit that is set before its backend starts (64 GiB, or the variable
+          XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB), is taken from the machine in powers of two, and is kept until the process
+          ends.
 library   the shared library pins exactly the bytes asked for and JAX adopts them as a DLPack tensor; they go back to
           the machine with the last array that uses them. One GPU a pool.
 
@@ -60,18 +61,22 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shardi
 
 
 def from_xla(shape: tuple[int, ...], dtype: np.dtype, on_host: jax.sharding.Sharding) -> jax.Array:
-    """Memory that XLA owns; each device's part is made by a call of its own."""
+    """Memory that XLA owns."""
+    return program(shape, dtype, on_host)()
 
-    def fill(part: tuple[int, ...]) -> jax.Array:
-        return _ffi.zeros(_compat.host_type(part, dtype))
+
+def program(shape: tuple[int, ...], dtype: np.dtype, on_host: jax.sharding.Sharding) -> Any:
+    """The jitted function that makes `from_xla`'s array; each device makes its own part."""
+
+    def make() -> jax.Array:
+        return _ffi.zeros(_compat.allocated_on_host(on_host.shard_shape(shape), dtype))
 
     if isinstance(on_host, NamedSharding):
-        part = on_host.shard_shape(shape)
-        fill_all = jax.shard_map(
-            lambda: fill(part), mesh=on_host.mesh, in_specs=(), out_specs=on_host.spec, check_vma=False
+        mesh, spec = on_host.mesh, on_host.spec
+        return jax.jit(
+            jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False), out_shardings=on_host
         )
-        return jax.jit(fill_all, out_shardings=on_host)()
-    return jax.jit(lambda: fill(shape), out_shardings=on_host)()
+    return jax.jit(make, out_shardings=on_host)
 
 
 def from_library(shape: tuple[int, ...], dtype: np.dtype, on_host: jax.sharding.Sharding) -> jax.Array:

@@ -146,7 +146,8 @@ ffi::Error Recall(cudaStream_t stream, ffi::AnyBuffer records, ffi::AnyBuffer po
   return Run(kTarget, jobs, views.records.record_bytes, is_aligned, stream);
 }
 
-ffi::Error Zeros(cudaStream_t stream, ffi::Result<ffi::AnyBuffer> result) {
+ffi::Error Zeros(cudaStream_t stream, ffi::AnyBuffer buffer, ffi::Result<ffi::AnyBuffer> result) {
+  ECHO_RETURN_IF_ERROR(SameBuffer("echo_zeros", "buffer", buffer.untyped_data(), result->untyped_data()));
   LaunchFillZeros(result->untyped_data(), static_cast<int64_t>(result->size_bytes()), stream);
   return Launched("echo_zeros");
 }
@@ -199,7 +200,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoRecallCuda, Recall,
                                   .Ret<ffi::AnyBuffer>(),  // records
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoZerosCuda, Zeros, ffi::Ffi::Bind().Ctx<Stream>().Ret<ffi::AnyBuffer>(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoZerosCuda, Zeros,
+                              ffi::Ffi::Bind().Ctx<Stream>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoReadRowsCuda, ReadRows,

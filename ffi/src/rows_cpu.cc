@@ -75,7 +75,8 @@ ffi::Error Recall(ffi::AnyBuffer records_buffer, ffi::AnyBuffer pool_buffer, Num
   return ffi::Error::Success();
 }
 
-ffi::Error Zeros(ffi::Result<ffi::AnyBuffer> result) {
+ffi::Error Zeros(ffi::AnyBuffer buffer, ffi::Result<ffi::AnyBuffer> result) {
+  ECHO_RETURN_IF_ERROR(SameBuffer("echo_zeros", "buffer", buffer.untyped_data(), result->untyped_data()));
   std::memset(result->untyped_data(), 0, result->size_bytes());
   return ffi::Error::Success();
 }
@@ -176,7 +177,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoRecallCpu, Recall,
                                   .Arg<ffi::AnyBuffer>()   // staged
                                   .Ret<ffi::AnyBuffer>());  // records
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoZerosCpu, Zeros, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoZerosCpu, Zeros, ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoReadRowsCpu, ReadRows,
                               ffi::Ffi::Bind()

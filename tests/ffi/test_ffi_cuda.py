@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from echo_jax import _ffi, hostmem
+from echo_jax import _ffi, _pinned, hostmem
 from tests.aot import compile as aot
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,3 +215,19 @@ def test_a_step_is_one_graph(cuda_library, read_ahead):
     assert outside == [], compiled.thunks
     assert compiled.memory.host_temp_size_in_bytes == 0 and not copies_a_pool(compiled.text)
     assert compiled.memory.host_alias_size_in_bytes == POOL_BYTES
+
+
+@needs_plugin
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_pool_is_made_on_the_host_alone(cuda_library, devices):
+    """90 GiB with neither a copy on the device nor a second one on the host."""
+    mesh = aot.cpu_mesh(devices)
+    placements = {
+        1: jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="pinned_host"),
+        2: NamedSharding(mesh, PartitionSpec(None, "x"), memory_kind="pinned_host"),
+    }
+    rows = 1_376_256
+    make = _pinned.program((61, rows, *RECORD), jnp.dtype(jnp.bfloat16), placements[devices])
+    memory = aot.compile_for_h200(make, devices=devices).memory
+    assert memory.host_output_size_in_bytes == 61 * rows * 1152 // devices
+    assert memory.host_temp_size_in_bytes == 0 and memory.temp_size_in_bytes < 64 * 1024

@@ -18,8 +18,8 @@
 //   No other slot changes. Active slots must be distinct. The lists may be as long as a step can need; only `count`
 //   entries are looked at.
 //
-// echo_zeros() -> result, any shape: zeros, in whatever memory XLA gives the result. How a host pool is made: no copy of
-//   it is ever in another memory.
+// echo_zeros(buffer, any shape) -> buffer, aliased: zeros, wherever the buffer lies. How a host pool comes by its zeros
+//   without a copy of it in another memory.
 //
 // echo_read_rows(host_pool [L, N_H, record], layer i32[], rows i32[M]) -> [M, record]
 //   result[m] = rows[m] >= 0 ? host_pool[layer, rows[m]] : zeros
