@@ -5,5 +5,6 @@ backend, tile sizes (`tuned.json`). Callers come through `dispatch`, whose funct
 """
 
 from pallas_kernels.dispatch import indexer_scores
+from pallas_kernels.sparse_mla.dispatch import sparse_mla
 
-__all__ = ["indexer_scores"]
+__all__ = ["indexer_scores", "sparse_mla"]

@@ -1,0 +1,1 @@
+"""Sparse MLA over slots. README.md says what is computed, how, and what bounds it."""

@@ -1,0 +1,297 @@
+"""Sparse MLA on a Hopper GPU: a warpgroup that gathers rows, and two that attend to them, half of the values each.
+
+It knows tiles, stages, barriers and what wgmma wants. The meaning of the result is `reference.py`; shapes are checked,
+and tunings chosen, by the caller (`dispatch`). How rows reach shared memory is in `gather.py`, how the parts of a split
+list become one in `combine.py`. README.md beside this file has the sketch of the pipeline, its limit, and what was
+tried.
+
+A block attends with up to 64 heads of one query row to one part of that row's list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _mosaic
+from pallas_kernels.sparse_mla import combine, gather
+from pallas_kernels.sparse_mla.gather import LATENT, TILE, WIDTH
+
+HEADS = 64  # of a block: the rows of a wgmma
+MATH = 2  # warpgroups, with half of the 512 values each: 64 x 256 sums are 128 registers a thread
+HALF = LATENT // MATH
+STAGES = 2  # tiles of records beside the queries in shared memory
+ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # one value a head, one value a record
+# Registers a thread; three warpgroups of 168 are launched.
+MATH_REGISTERS = {"bf16": 216, "fp8": 192}
+GATHER_REGISTERS = {"bf16": 72, "fp8": 120}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How the work is cut. Bits differ between splits, as sums are then added in another order.
+
+    splits   parts of each list, attended to by blocks of their own
+    """
+
+    splits: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Everything static about one kernel."""
+
+    rows: int  # query rows of all seats
+    groups: int  # of 64 heads
+    places: int  # of a list, a multiple of 64
+    splits: int
+    scale: float
+    record_format: str
+    is_interpreted: bool
+
+    @property
+    def tiles(self) -> int:
+        return self.places // TILE
+
+    @property
+    def tiles_of_split(self) -> int:
+        """Of the longest one."""
+        return -(-self.tiles // self.splits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """What the roles see: arrays in device memory, buffers in shared memory, and the barriers that guard these."""
+
+    query: Any
+    records: Any
+    slots: Any
+    out: Any
+    lse: Any
+    heads: Any  # [64, WIDTH]: the queries of this block
+    tiles: Any  # [stages, TILE, WIDTH]
+    heads_full: Any
+    tiles_full: Any
+    tiles_empty: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What this block does; i32 scalars."""
+
+    row: Any  # query row
+    split: Any
+    group: Any  # of 64 heads
+
+    def first_tile(self, shape: Shape) -> Any:
+        return self.split * shape.tiles_of_split
+
+
+def attend_rows(
+    query: jax.Array, records: jax.Array, slots: jax.Array, scale: float, tuning: Tuning, interpret: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """f32[R, H, 512] attended values and f32[R, H] logsumexp.
+
+    query          bf16[R, H, 576], R query rows of all seats, H a multiple of 64
+    records        bf16[N, 3, 192], or u32[N, 164] for FP8
+    slots          i32[R, K], K a multiple of 64; below N, and -1 from where a list ends
+    interpret      parameters of the GPU interpreter, or None for the GPU
+    """
+    rows, heads, _ = query.shape
+    record_format = "fp8" if records.dtype == jnp.uint32 else "bf16"
+    splits = min(tuning.splits, slots.shape[1] // TILE)
+    shape = Shape(rows, heads // HEADS, slots.shape[1], splits, scale, record_format, interpret is not None)
+    out, lse = _kernel(shape, interpret)(query, records, slots)
+    if splits == 1:
+        return out.reshape(rows, heads, LATENT), lse.reshape(rows, heads)
+    return combine.combine(out, lse, interpret)
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(shape: Shape, interpret: Any) -> Any:
+    def sparse_mla(query, records, slots, out, lse, **buffers):
+        refs = Refs(query, records, slots, out, lse, **buffers)
+        block, role = lax.axis_index("block"), lax.axis_index("role")
+        place = Place(
+            block // (shape.groups * shape.splits), block // shape.groups % shape.splits, block % shape.groups
+        )
+
+        @pl.when(role < MATH)
+        def _():
+            plgpu.set_max_registers(MATH_REGISTERS[shape.record_format], action="increase")
+            attend(shape, refs, place, role)
+
+        @pl.when(role == MATH)
+        def _():
+            plgpu.set_max_registers(GATHER_REGISTERS[shape.record_format], action="decrease")
+            fill(shape, refs, place)
+
+    heads = shape.groups * HEADS
+    return plgpu.kernel(
+        sparse_mla,
+        out_type=(
+            jax.ShapeDtypeStruct((shape.rows, shape.splits, heads, LATENT), jnp.float32),
+            jax.ShapeDtypeStruct((shape.rows, shape.splits, heads), jnp.float32),
+        ),
+        grid=(shape.rows * shape.splits * shape.groups,),
+        grid_names=("block",),
+        num_threads=MATH + 1,
+        thread_name="role",
+        scratch_types=dict(
+            heads=_mosaic.wgmma_operand((HEADS, WIDTH), jnp.bfloat16),
+            tiles=_mosaic.wgmma_operand((STAGES, TILE, WIDTH), jnp.bfloat16),
+            heads_full=plgpu.Barrier(num_arrivals=1),
+            tiles_full=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+            tiles_empty=plgpu.Barrier(num_arrivals=MATH, num_barriers=STAGES),
+        ),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,  # ex2.approx: two units in the last place
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # Safe: no thread reads shared memory but through wgmma, and what is stored in device memory nobody reads.
+            unsafe_no_auto_barriers=True,
+        ),
+    )
+
+
+def tiles_to_do(shape: Shape, refs: Refs, place: Place) -> Any:
+    """Tiles of this part of the list that hold a record, but at least one: an empty list gives a masked tile.
+
+    Padding is at the end, so a tile is empty where its first place is. The loads do not wait for each other.
+    """
+    count = jnp.int32(0)
+    for index in range(1, shape.tiles_of_split):
+        tile = place.first_tile(shape) + index
+        slot = refs.slots[place.row, jnp.minimum(tile, shape.tiles - 1) * TILE]
+        count += ((tile < shape.tiles) & (slot >= 0)).astype(jnp.int32)
+    return count + 1
+
+
+# The gathering role.
+
+
+def fill(shape: Shape, refs: Refs, place: Place) -> None:
+    """Keeps the tiles full."""
+    heads = refs.query.at[place.row, pl.ds(place.group * HEADS, HEADS)]
+    plgpu.copy_gmem_to_smem(heads, refs.heads, refs.heads_full)
+    start(shape, refs, place, 0)
+    count = tiles_to_do(shape, refs, place)
+    if shape.record_format == "bf16":
+        # Two tiles are under way before the first is waited for; later ones start while the math is busy.
+        @pl.when(count > 1)
+        def _():
+            start(shape, refs, place, 1)
+            gather.finish(shape.is_interpreted, pending=1)
+
+        @pl.when(count == 1)
+        def _():
+            gather.finish(shape.is_interpreted)
+
+        plgpu.barrier_arrive(refs.tiles_full.at[0])
+    else:
+        gather.finish(shape.is_interpreted)
+        plgpu.barrier_arrive(refs.tiles_full.at[0])
+
+        @pl.when(count > 1)
+        def _():
+            start(shape, refs, place, 1)
+
+    @pl.loop(1, count)
+    def _(index):
+        stage = index % STAGES
+        gather.finish(shape.is_interpreted)
+        plgpu.barrier_arrive(refs.tiles_full.at[stage])
+
+        @pl.when(index + 1 < count)
+        def _():
+            plgpu.barrier_wait(refs.tiles_empty.at[(index + 1) % STAGES])
+            start(shape, refs, place, index + 1)
+
+    # The last use of each buffer is waited for as well: no completion of a barrier may stay unobserved.
+    for left in range(STAGES):
+
+        @pl.when(left < count)
+        def _(left=left):
+            plgpu.barrier_wait(refs.tiles_empty.at[left])
+
+
+def start(shape: Shape, refs: Refs, place: Place, index: Any) -> None:
+    first = jnp.minimum(place.first_tile(shape) + index, shape.tiles - 1) * TILE
+    stage = jnp.int32(index) % STAGES
+    gather.start_tile(refs.records, refs.slots, refs.tiles, stage, place.row, first, shape.is_interpreted)
+
+
+# The attending role.
+
+
+def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
+    """Attends with 64 heads to this part of the list, for values role * 256 .. role * 256 + 255.
+
+    Both warpgroups compute all logits: 53 % more products than needed, but they then share nothing, and one's softmax
+    runs under the other's products.
+    """
+    count = tiles_to_do(shape, refs, place)
+    values = pl.ds(role * HALF, HALF)
+    to_exponent = jnp.float32(shape.scale * math.log2(math.e))
+    plgpu.barrier_wait(refs.heads_full)
+
+    def attend_tile(index, carry):
+        total, peak, mass = carry
+        stage = index % STAGES
+        first = jnp.minimum(place.first_tile(shape) + index, shape.tiles - 1) * TILE
+        slots = plgpu.load(refs.slots.at[place.row, pl.ds(first, TILE)], layout=COLUMNS, optimized=False)
+        plgpu.barrier_wait(refs.tiles_full.at[stage])
+        is_listed = lax.broadcast_in_dim(slots >= 0, (HEADS, TILE), (1,))
+        logits = jnp.where(is_listed, logits_of_tile(refs, stage) * to_exponent, -jnp.inf)
+        higher = jnp.maximum(peak, jnp.max(logits, axis=1))
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)  # nothing listed so far: no infinity less infinity
+        weights = jnp.exp2(logits - over_columns(base, TILE))
+        shrink = jnp.exp2(peak - base)
+        mass = mass * shrink + jnp.sum(weights, axis=1)
+        total = total * over_columns(shrink, HALF)
+        total = add_values(shape, refs, total, weights.astype(jnp.bfloat16), stage, values)
+        plgpu.barrier_arrive(refs.tiles_empty.at[stage])
+        return total, higher, mass
+
+    empty = (
+        plgpu.layout_cast(jnp.zeros((HEADS, HALF), jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((HEADS,), -jnp.inf, jnp.float32), ROWS),
+        plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), ROWS),
+    )
+    total, peak, mass = lax.fori_loop(0, count, attend_tile, empty)
+    heads = pl.ds(place.group * HEADS, HEADS)
+    out = total / over_columns(jnp.where(mass > 0, mass, 1.0), HALF)
+    refs.out[place.row, place.split, heads, values] = out
+
+    @pl.when(role == 0)
+    def _():
+        refs.lse[place.row, place.split, heads] = (peak + jnp.log2(mass)) * math.log(2.0)
+
+
+def logits_of_tile(refs: Refs, stage: Any) -> Any:
+    def multiply(product):
+        plgpu.wgmma(product, refs.heads, refs.tiles.at[stage].T)
+        return product[...]
+
+    return pl.run_scoped(multiply, _mosaic.accumulator((HEADS, TILE), jnp.float32))
+
+
+def add_values(shape: Shape, refs: Refs, total: Any, weights: Any, stage: Any, values: Any) -> Any:
+    """total f32[64, 256] + weights bf16[64, TILE] @ the tile's columns `values`; weights stay in registers."""
+    columns = refs.tiles.at[stage, :, values]
+    if shape.is_interpreted:  # it has no wgmma with a first operand in registers
+        return total + jnp.dot(weights.astype(jnp.float32), columns[...].astype(jnp.float32))
+    return pl.run_state(lambda total: plgpu.wgmma(total, weights, columns))(_mosaic.accumulator.init(total))
+
+
+def over_columns(values: Any, columns: int) -> Any:
+    """One value a head -> the same in each of `columns` columns."""
+    return lax.broadcast_in_dim(values, (HEADS, columns), (0,))

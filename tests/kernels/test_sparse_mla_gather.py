@@ -1,0 +1,162 @@
+"""The PTX that carries records into shared memory, run by a small evaluator: 128 threads, every byte checked.
+
+The interpreter of Mosaic kernels cannot run PTX and a compile shows only that it is PTX. This file knows the few
+instructions that `gather` uses, each as one line of NumPy over all threads, and what a tile must look like.
+"""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.sparse_mla import cases, gather
+
+THREADS = 128
+POOL, LISTS = 4096, 2**20  # where the two arrays begin in the evaluator's device memory
+
+
+class Threads:
+    """Registers of 128 threads by name, as u64 bits; device memory; shared memory."""
+
+    def __init__(self, device: np.ndarray, shared: np.ndarray):
+        self.device, self.shared, self.registers = device, shared, {}
+
+    def run(self, text: str, *operands: int) -> None:
+        for index, value in enumerate(operands):
+            text = text.replace(f"${index}", str(value))
+        for line in text[1:-1].split(";"):
+            line = line.strip()
+            if line and not line.startswith(".reg"):
+                self.step(line)
+
+    def step(self, line: str) -> None:
+        active = np.ones(THREADS, bool)
+        if line.startswith("@"):
+            predicate, line = line[1:].split(" ", 1)
+            active = self.value(predicate).astype(bool)
+        operation, rest = line.split(None, 1) if " " in line else (line, "")
+        groups = [part.strip() for part in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,{}\[\]]+", rest) if part.strip()]
+        names = [[name.strip() for name in part.strip("{}").split(",")] for part in groups]
+        one = [part[0] for part in names]
+        u32, u64, f32 = np.uint32, np.uint64, np.float32
+        match operation:
+            case "mov.u32" | "mov.b32" | "mov.f32" if len(names[0]) == 2:
+                word = self.value(one[1], u32)
+                self.set(names[0][0], word & u32(0xFFFF))
+                self.set(names[0][1], word >> u32(16))
+            case "mov.u32" | "mov.b32" | "mov.f32" | "cvt.u64.u32" | "cvta.to.global.u64":
+                self.set(one[0], self.value(one[1]))
+            case "shl.b32":
+                self.set(one[0], self.value(one[1], u32) << self.value(one[2], u32))
+            case "shr.u32":
+                self.set(one[0], self.value(one[1], u32) >> self.value(one[2], u32))
+            case "and.b32":
+                self.set(one[0], self.value(one[1], u32) & self.value(one[2], u32))
+            case "xor.b32":
+                self.set(one[0], self.value(one[1], u32) ^ self.value(one[2], u32))
+            case "add.u32":
+                self.set(one[0], self.value(one[1], u32) + self.value(one[2], u32))
+            case "add.u64":
+                self.set(one[0], self.value(one[1]) + self.value(one[2]))
+            case "mad.lo.u32":
+                self.set(one[0], self.value(one[1], u32) * self.value(one[2], u32) + self.value(one[3], u32))
+            case "mad.wide.u32":
+                self.set(one[0], self.value(one[1], u32).astype(u64) * self.value(one[2], u32) + self.value(one[3]))
+            case "max.s32":
+                signed = self.value(one[1], u32).view(np.int32)
+                self.set(one[0], np.maximum(signed, np.int32(self.value(one[2])[0])).view(u32))
+            case "setp.ge.s32":
+                self.set(one[0], self.value(one[1], u32).view(np.int32) >= 0)
+                assert one[2] == "0"
+            case "selp.b32":
+                self.set(one[0], np.where(self.value(one[3]).astype(bool), self.value(one[1]), self.value(one[2])))
+            case "cvt.rn.f16x2.e4m3x2":
+                codes = self.value(one[1], np.uint16).view(np.uint8).view(ml_dtypes.float8_e4m3fn)
+                self.set(one[0], codes.astype(np.float16).view(u32))
+            case "cvt.f32.f16":
+                self.set(one[0], self.value(one[1], np.uint16).view(np.float16).astype(f32).view(u32))
+            case "mul.rn.f32":
+                self.set(one[0], (self.value(one[1], u32).view(f32) * self.value(one[2], u32).view(f32)).view(u32))
+            case "cvt.rn.bf16x2.f32":
+                high, low = (self.value(name, u32).view(f32).astype(ml_dtypes.bfloat16) for name in one[1:])
+                self.set(one[0], np.stack([low, high], axis=1).view(u32)[:, 0])
+            case "cp.async.cg.shared.global.L2::128B":
+                assert one[2] == "16"
+                size = self.value(one[3])
+                piece = self.read(self.device, self.address(one[1]), 16)
+                piece[np.arange(16)[None] >= size[:, None]] = 0
+                self.write(self.address(one[0]), piece)
+            case "cp.async.commit_group":
+                pass
+            case _ if (load := re.fullmatch(r"ld\.global\.nc\.(?:v(\d)\.)?[bf]32", operation)) is not None:
+                count = int(load[1] or 1)
+                address = np.where(active, self.address(one[1]), 0)
+                words = self.read(self.device, address, 4 * count).view(u32)
+                assert len(names[0]) == count and (address % (4 * count) == 0).all(), "a load is not aligned"
+                for index, name in enumerate(names[0]):
+                    before = self.registers.get(name, np.zeros(THREADS, u64))
+                    self.set(name, np.where(active, words[:, index], before))
+            case "st.shared.v4.b32":
+                words = np.stack([self.value(name, u32) for name in names[1]], axis=1)
+                self.write(self.address(one[0]), words.view(np.uint8))
+            case _:
+                raise AssertionError(f"the evaluator does not know {line!r}")
+
+    def value(self, name: str, dtype=np.uint64) -> np.ndarray:
+        if name == "%tid.x":
+            bits = np.arange(256, 256 + THREADS, dtype=np.uint64)  # the third warpgroup of a block
+        elif re.fullmatch(r"\d+", name):
+            bits = np.full(THREADS, int(name), np.uint64)
+        elif name.startswith("0f"):
+            bits = np.full(THREADS, int(name[2:], 16), np.uint64)
+        else:
+            bits = self.registers[name]
+        return bits.astype(dtype)
+
+    def set(self, name: str, bits: np.ndarray) -> None:
+        self.registers[name] = bits.astype(np.uint64)
+
+    def address(self, text: str) -> np.ndarray:
+        base, _, offset = text.strip("[]").partition("+")
+        return (self.value(base.strip()) + np.uint64(int(offset or 0))).astype(np.int64)
+
+    def read(self, memory: np.ndarray, address: np.ndarray, count: int) -> np.ndarray:
+        return np.ascontiguousarray(memory[address[:, None] + np.arange(count)])
+
+    def write(self, address: np.ndarray, piece: np.ndarray) -> None:
+        assert (address % 16 == 0).all(), "a store is not aligned"
+        # 8 threads share a cycle of shared memory: their pieces must lie in different banks.
+        assert all(len(set(group)) == 8 for group in (address // 16 % 8).reshape(-1, 8)), "a store has bank conflicts"
+        self.shared[address[:, None] + np.arange(piece.shape[1])] = piece
+        self.touched = getattr(self, "touched", 0) + piece.size
+
+
+def unswizzled(tile: np.ndarray) -> np.ndarray:
+    """Bytes of a tile -> bf16[64, 576], by TMA's rule: 8 x 64 tiles one after another, 16-byte pieces xor row."""
+    blocks = tile.view(ml_dtypes.bfloat16).reshape(8, 9, 8, 8, 8)
+    row = np.arange(8)
+    pieces = blocks[:, :, row[:, None], np.arange(8)[None] ^ row[:, None]]
+    return pieces.transpose(0, 2, 1, 3, 4).reshape(64, 576)
+
+
+@pytest.mark.parametrize("record_format", ["bf16", "fp8"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_ptx_fills_a_tile_with_the_rows_of_the_list(record_format, stage):
+    case = cases.Case("gather", record_format, ((100, 128),))
+    inputs = cases.make(case)
+    device, shared = np.zeros(2**21, np.uint8), np.full(3 * 64 * 1152, 0xEE, np.uint8)
+    for start, array in ((POOL, inputs.records), (LISTS, inputs.slots)):
+        device[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    threads = Threads(device, shared)
+    text = gather.convert_fp8() if record_format == "fp8" else gather.issue_bf16()
+    row, first = 0, 64  # the list ends inside this tile
+    threads.run(text, POOL, LISTS, 0, stage, row * case.places + first)
+
+    tile = unswizzled(shared[stage * 64 * 1152 : (stage + 1) * 64 * 1152])
+    listed = inputs.slots[0, row, first : first + 64]
+    wanted = np.stack([inputs.rows.get(slot, np.zeros(576)) for slot in listed.tolist()]).astype(np.float32)
+    np.testing.assert_array_equal(tile.view(np.uint16), wanted.astype(ml_dtypes.bfloat16).view(np.uint16))
+    assert threads.touched == 64 * 1152, "each byte is written once"
+    others = np.delete(shared.reshape(3, -1), stage, axis=0)
+    assert (others == 0xEE).all(), "another stage was written"
