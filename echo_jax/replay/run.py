@@ -6,8 +6,10 @@ is in `step`; what its counts mean is in `summary`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -56,10 +58,26 @@ def run_layer(
     for first in range(0, steps, chunk):
         last = min(first + chunk, steps)
         ahead = None if uses is None else Ahead(*(_padded(use[first:last], chunk) for use in uses))
-        carry, records = _run_chunk(plan, source, carry, jnp.int32(first), jnp.int32(last), ahead, chunk)
+        with _one_compilation(plan):
+            carry, records = _run_chunk(plan, source, carry, jnp.int32(first), jnp.int32(last), ahead, chunk)
         parts.append(jax.tree.map(lambda leaf, n=last - first: np.asarray(leaf[:n]), records))
         progress(last - first)
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+_compiled: set[Plan] = set()
+_compiling = threading.Lock()
+
+
+@contextlib.contextmanager
+def _one_compilation(plan: Plan) -> Iterator[None]:
+    """Threads that run layers of one trace at once would each compile the same pass: all but the first wait for it."""
+    if plan in _compiled:
+        yield
+        return
+    with _compiling:
+        yield
+        _compiled.add(plan)
 
 
 @functools.partial(jax.jit, static_argnums=0)
