@@ -61,6 +61,23 @@ def test_a_rerun_computes_only_what_is_missing(echo_jax, tmp_path, monkeypatch):
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
+def test_an_interrupted_replay_keeps_the_layers_that_are_done(echo_jax, tmp_path, monkeypatch):
+    path, real, calls = tmp_path / "rows.jsonl", job_lib.run.run_layer, []
+
+    def interrupted(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(job_lib.run, "run_layer", interrupted)
+    stopped = echo_jax(*SMALL, "--jobs", 1, "--output", path)
+    assert stopped.status == 130 and stopped.out == "" and "interrupted" in stopped.err
+    assert [json.loads(line)["key"]["layer"] for line in path.read_text().splitlines()] == [0]
+    done = echo_jax(*SMALL, "--jobs", 1, "--output", path)
+    assert done.status == 0 and len(calls) == 3 and len(done.rows("replay")) == 2
+
+
 def test_a_users_class_by_name_and_a_changed_one_is_not_taken_for_the_old(echo_jax, tmp_path, monkeypatch):
     text = """
 import dataclasses
