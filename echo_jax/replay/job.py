@@ -7,6 +7,7 @@ one layer is the business of `run` and `summary`.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -104,7 +105,7 @@ class Job:
                 (setting.eviction_name, setting.eviction),
                 (setting.cap_name, setting.cap),
             )
-            if not type(policy).__module__.startswith("echo_jax.")
+            if any(not type(one).__module__.startswith("echo_jax.") for one in _nested(policy))
         }
         return {
             "trace": self.name,
@@ -183,10 +184,17 @@ def replay(trace: Trace, name: str, settings: Sequence[Setting], **options: Any)
 
 def _source_digest(policy: Any) -> str:
     """Of what a user's class says, so that a changed class is not taken for the one whose rows are there."""
-    try:
-        return _digest(inspect.getsource(type(policy)) + repr(policy))
-    except (OSError, TypeError):
-        return _digest(repr(policy))
+    text = repr(policy)
+    for one in _nested(policy):
+        with contextlib.suppress(OSError, TypeError):
+            text += inspect.getsource(type(one))
+    return _digest(text)
+
+
+def _nested(policy: Any) -> list[Any]:
+    """A policy, and the one it wraps, and so on."""
+    inner = getattr(policy, "policy", None)
+    return [policy] if inner is None else [policy, *_nested(inner)]
 
 
 def _digest(text: str) -> str:
