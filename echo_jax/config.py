@@ -35,6 +35,7 @@ class CacheConfig:
     offload: bool = True  # False: the resident run, everything on the device
     host_memory: str = "auto"  # "ffi", "jnp", or the best there is
     slot_manager: str = "auto"  # the same: who keeps the slot maps
+    score_implementation: str = "auto"  # "reference", "mosaic_gpu", or the best there is: the index scores of a step
     top_k_implementation: str = "auto"  # the same for the selection
     chunk: int = 512  # prompt tokens of one prefill call
     block: int = 64  # of which so many are projected, scored and attended together; results depend on it, not on chunk
@@ -77,6 +78,10 @@ class CacheConfig:
                 raise ValueError(
                     f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(_ffi.IMPLEMENTATIONS)}"
                 )
+        if self.score_implementation not in ("auto", "reference", "mosaic_gpu"):
+            raise ValueError(
+                f"score_implementation {self.score_implementation!r} is unknown; use one of auto, reference, mosaic_gpu"
+            )
 
     def _check_pool(self):
         needed = self.seats * self.tokens_per_step * (self.top_k + 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from echo_jax.indexer import Selection
 from echo_jax.recall import StepView
 from echo_jax.stats import Moved
 from echo_jax.types import NO_POSITION, PAGE, LayerState, Staging
+from pallas_kernels import indexer_scores
 
 Selector = Callable[[jax.Array, jax.Array, int], Selection]
 """(score f32[N, P], visible i32[N], K) -> Selection."""
@@ -109,13 +110,11 @@ def score_positions(config: CacheConfig, state: LayerState, view: StepView, inpu
     """f32[B, T, P]: index scores of all positions, -inf where the query does not see."""
     assert inputs.index_query is not None and inputs.index_weights is not None and state.index_keys is not None
     query, weights = config.keys.prepare_query(inputs.index_query, inputs.index_weights)
-    pages = page_numbers(view.rows)
-    keys = config.keys.read_pages(state.index_keys, pages.reshape(-1))
-    keys = keys.reshape(*view.rows.shape, config.keys.width)
-    # The barrier keeps XLA from fusing the scores differently in the resident and in the offloaded program.
-    query, weights, keys = lax.optimization_barrier((query, weights, keys))
-    score = jax.vmap(indexer.scores)(query, weights, keys)
-    return lax.optimization_barrier(jax.vmap(indexer.mask_invisible)(score, view.visible))
+    # The barriers keep XLA from fusing the scores differently in the resident and in the offloaded program.
+    query, weights, pages = lax.optimization_barrier((query, weights, page_numbers(view.rows)))
+    wanted: Any = None if config.score_implementation == "auto" else config.score_implementation
+    score = indexer_scores(query, weights, state.index_keys, pages, view.visible, implementation=wanted)
+    return lax.optimization_barrier(score)
 
 
 def page_numbers(rows: jax.Array) -> jax.Array:

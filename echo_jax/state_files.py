@@ -30,7 +30,10 @@ FREE_FIELDS = frozenset(
         "staging",
         "prefetch_per_position",
         "host_memory",
+        "slot_manager",
+        "score_implementation",
         "top_k_implementation",
+        "read_ahead",
         "chunk",
         "warm_windows",
     }

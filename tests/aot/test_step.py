@@ -34,6 +34,8 @@ VARIANTS = {
     "read_ahead": {"read_ahead": True},
     "fp8": {"fp8": True},
     "four_tokens_jnp_manager_read_ahead": {"tokens_per_step": 4, "slot_manager": "jnp", "read_ahead": True},
+    "mosaic_scores": {"fp8": True, "score_implementation": "mosaic_gpu"},
+    "mosaic_scores_four_tokens": {"tokens_per_step": 4, "score_implementation": "mosaic_gpu"},
     "resident": {"offload": False},
     "resident_four_tokens": {"offload": False, "tokens_per_step": 4},
 }
@@ -53,7 +55,12 @@ def cuda_handlers():
 
 def configure(offload: bool = True, fp8: bool = False, tokens_per_step: int = 1, **changes) -> decode.DecodeConfig:
     setting = PLAIN | {"tokens": tokens_per_step} | ({"records": "fp8", "keys": "fp8"} if fp8 else {})
-    config = scenarios.cache(setting, offload=offload, model=GLM)
+    if changes.get("score_implementation") == "mosaic_gpu":  # which covers the keys of released models
+        setting |= {"keys": setting["keys"] if fp8 else "bf16"}
+        model = dataclasses.replace(GLM, index_head_dim=128)
+    else:
+        model = GLM
+    config = scenarios.cache(setting, offload=offload, model=model)
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, **changes))
 
 
@@ -67,7 +74,7 @@ def arguments(config: decode.DecodeConfig):
     placed = shapes(state)
     if state.host_pool is not None:
         placed = placed.replace(host_pool=host(state.host_pool.shape, state.host_pool.dtype))
-    return shapes(scenarios.parameters(GLM)), placed, device((SEATS, config.cache.tokens_per_step), jnp.int32)
+    return shapes(scenarios.parameters(config.model)), placed, device((SEATS, config.cache.tokens_per_step), jnp.int32)
 
 
 def compile_step(config: decode.DecodeConfig) -> Compiled:
@@ -104,6 +111,7 @@ def test_the_step_is_one_graph_in_place(variant):
     assert memory.alias_size_in_bytes == bytes_of(state) - on_host, "some part of the state is not updated in place"
     assert memory.host_temp_size_in_bytes == 0
     assert not copies_of(compiled, state.layers[0].records.shape)
+    assert ("mosaic_gpu" in compiled.text) == (config.cache.score_implementation == "mosaic_gpu")
     if state.host_pool is not None:
         assert not copies_of(compiled, state.host_pool.shape)
         calls = re.findall(r'custom_call_target="(echo_\w+)"', compiled.text)
