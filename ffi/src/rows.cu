@@ -1,8 +1,8 @@
-// The targets of targets.h that move rows, on a GPU: each is a list of jobs for the one kernel of rows_kernel.cuh.
+// The targets of targets.h that move rows, on a GPU: each is a list of jobs (rows_jobs.cuh) for the one kernel of
+// rows_kernel.cuh.
 //
-// Host memory is read and written where it lies, through the address the GPU shares with the host. Numbers in lists, the
-// layer and the count are on the device and judged there: an entry outside its pool is skipped (read_rows: zeros), a layer
-// outside the pool leaves nothing to do.
+// Host memory is read and written where it lies, through the address the GPU shares with the host. The handlers look at
+// shapes and launch; numbers in lists, the layer and the count are on the device and judged there.
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -11,109 +11,14 @@
 #include "echo_ffi/rows.h"
 #include "echo_ffi/targets.h"
 #include "fill_zeros.cuh"
-#include "rows_kernel.cuh"
+#include "rows_jobs.cuh"
 
 namespace echo_ffi {
 namespace {
 
-// `count` records, one after the other.
-struct DeviceRecords {
-  std::byte* data;
-  int64_t count;
-  int64_t bytes;
+DeviceRecords OnDevice(const Records& records) { return {records.data, records.count, records.record_bytes}; }
 
-  explicit DeviceRecords(const Records& records)
-      : data(records.data), count(records.count), bytes(records.record_bytes) {}
-
-  __device__ bool Has(int64_t index) const { return index >= 0 && index < count; }
-  __device__ std::byte* At(int64_t index) const { return data + index * bytes; }
-};
-
-struct DevicePool {
-  std::byte* data;
-  int64_t layers;
-  int64_t rows;
-  int64_t bytes;
-
-  explicit DevicePool(const Pool& pool)
-      : data(pool.records.data), layers(pool.layers), rows(pool.rows), bytes(pool.records.record_bytes) {}
-
-  __device__ bool HasLayer(int64_t layer) const { return layer >= 0 && layer < layers; }
-  __device__ bool HasRow(int64_t row) const { return row >= 0 && row < rows; }
-  __device__ std::byte* At(int64_t layer, int64_t row) const { return data + (layer * rows + row) * bytes; }
-};
-
-struct RecallJobs {
-  using Memory = ReadOnly;
-  DeviceRecords records, fresh, staged;
-  DevicePool pool;
-  const int32_t *layer, *count, *host_rows, *slots, *source;
-  int64_t length;
-
-  __device__ int64_t Limit() const {
-    return pool.HasLayer(*layer) ? min(static_cast<int64_t>(*count), length) : 0;
-  }
-
-  __device__ Move At(int64_t job) const {
-    const int64_t row = host_rows[job], slot = slots[job], from = source[job], of_layer = *layer;
-    if (!pool.HasRow(row) || !records.Has(slot)) return {};
-    if (from == kSourceHost) {
-      return pool.HasLayer(of_layer) ? Move{pool.At(of_layer, row), records.At(slot)} : Move{};
-    }
-    if (fresh.Has(from)) return {fresh.At(from), records.At(slot)};
-    if (staged.Has(from - fresh.count)) return {staged.At(from - fresh.count), records.At(slot)};
-    return {};
-  }
-};
-
-struct ReadRowsJobs {
-  using Memory = ReadOnly;
-  DeviceRecords out;
-  DevicePool pool;
-  const int32_t *layer, *rows;
-  int64_t length;
-
-  __device__ int64_t Limit() const { return length; }
-
-  __device__ Move At(int64_t job) const {
-    const int64_t row = rows[job], of_layer = *layer;
-    const bool is_there = pool.HasRow(row) && pool.HasLayer(of_layer);
-    return {is_there ? pool.At(of_layer, row) : nullptr, out.At(job)};
-  }
-};
-
-// A job for each layer and entry, layer after layer: entries that are neighbours in a layer travel together.
-struct WriteBackJobs {
-  using Memory = ReadOnly;
-  DeviceRecords records;
-  DevicePool pool;
-  const int32_t* rows;
-  int64_t entries;
-  int64_t length;
-
-  __device__ int64_t Limit() const { return length; }
-
-  __device__ Move At(int64_t job) const {
-    const int64_t layer = job / entries, row = rows[job % entries];
-    return pool.HasRow(row) ? Move{records.At(job), pool.At(layer, row)} : Move{};
-  }
-};
-
-struct CopyRowsJobs {
-  using Memory = ReadWrite;
-  DevicePool pool;
-  const int32_t *source, *target;
-  int64_t entries;
-  int64_t length;
-
-  __device__ int64_t Limit() const { return length; }
-
-  __device__ Move At(int64_t job) const {
-    const int64_t layer = job / entries, from = source[job % entries], to = target[job % entries];
-    if (!pool.HasRow(from) || !pool.HasRow(to) || from == to) return {};
-    return {pool.At(layer, from), pool.At(layer, to)};
-  }
-};
+DevicePool OnDevice(const Pool& pool) { return {pool.records.data, pool.layers, pool.rows, pool.records.record_bytes}; }
 
 // Records that are a multiple of 16 bytes long lie on multiples of 16 if the first one does.
 bool IsAligned(std::initializer_list<const void*> buffers) {
@@ -137,10 +42,9 @@ ffi::Error Recall(cudaStream_t stream, ffi::AnyBuffer records, ffi::AnyBuffer po
   RecallViews views;
   ECHO_RETURN_IF_ERROR(ViewRecall(kTarget, records, pool, layer, count, host_rows, slots, source, fresh, staged, result,
                                   &views));
-  const RecallJobs jobs{DeviceRecords(views.records), DeviceRecords(views.fresh),  DeviceRecords(views.staged),
-                        DevicePool(views.pool),       layer.typed_data(),          count.typed_data(),
-                        views.host_rows,              views.slots,                 views.source,
-                        views.length};
+  const RecallJobs jobs{OnDevice(views.records), OnDevice(views.fresh), OnDevice(views.staged), OnDevice(views.pool),
+                        layer.typed_data(),      count.typed_data(),    views.host_rows,        views.slots,
+                        views.source,            views.length};
   const bool is_aligned =
       IsAligned({views.records.data, views.fresh.data, views.staged.data, views.pool.records.data});
   return Run(kTarget, jobs, views.records.record_bytes, is_aligned, stream);
@@ -158,7 +62,7 @@ ffi::Error ReadRows(cudaStream_t stream, ffi::AnyBuffer pool_buffer, Numbers lay
   Pool pool;
   Records out;
   ECHO_RETURN_IF_ERROR(ViewReadRows(kTarget, pool_buffer, layer, rows, result, &pool, &out));
-  const ReadRowsJobs jobs{DeviceRecords(out), DevicePool(pool), layer.typed_data(), rows.typed_data(), out.count};
+  const ReadRowsJobs jobs{OnDevice(out), OnDevice(pool), layer.typed_data(), rows.typed_data(), out.count};
   return Run(kTarget, jobs, out.record_bytes, IsAligned({out.data, pool.records.data}), stream);
 }
 
@@ -169,7 +73,7 @@ ffi::Error WriteBack(cudaStream_t stream, ffi::AnyBuffer pool_buffer, ffi::AnyBu
   Records records;
   ECHO_RETURN_IF_ERROR(ViewWriteBack(kTarget, pool_buffer, records_buffer, rows, result, &pool, &records));
   const int64_t entries = rows.element_count();
-  const WriteBackJobs jobs{DeviceRecords(records), DevicePool(pool), rows.typed_data(), entries, pool.layers * entries};
+  const WriteBackJobs jobs{OnDevice(records), OnDevice(pool), rows.typed_data(), entries, pool.layers * entries};
   return Run(kTarget, jobs, records.record_bytes, IsAligned({records.data, pool.records.data}), stream);
 }
 
@@ -179,7 +83,7 @@ ffi::Error CopyRows(cudaStream_t stream, ffi::AnyBuffer pool_buffer, Numbers sou
   Pool pool;
   ECHO_RETURN_IF_ERROR(ViewCopyRows(kTarget, pool_buffer, source, target, result, &pool));
   const int64_t entries = source.element_count();
-  const CopyRowsJobs jobs{DevicePool(pool), source.typed_data(), target.typed_data(), entries, pool.layers * entries};
+  const CopyRowsJobs jobs{OnDevice(pool), source.typed_data(), target.typed_data(), entries, pool.layers * entries};
   return Run(kTarget, jobs, pool.records.record_bytes, IsAligned({pool.records.data}), stream);
 }
 

@@ -1,5 +1,5 @@
 // The one kernel behind all movements of rows. Knows jobs (from where, to where) and words; which rows are wanted is said
-// by the four lists of jobs in rows.cu.
+// by the four lists of jobs in rows_jobs.cuh.
 //
 // Its meaning:
 //     for job in range(min(limit, length)):
@@ -18,15 +18,19 @@
 #ifndef ECHO_FFI_ROWS_KERNEL_CUH_
 #define ECHO_FFI_ROWS_KERNEL_CUH_
 
-#include <cuda_runtime.h>
-
 #include <cstddef>
 #include <cstdint>
+
+#ifdef ECHO_EMULATE
+#include "gpu.h"
+#else
+#include <cuda_runtime.h>
+#endif
 
 namespace echo_ffi {
 
 inline constexpr int kLanes = 32;
-inline constexpr unsigned kAllLanes = 0xffffffffu;
+inline constexpr unsigned kEveryLane = 0xffffffffu;
 inline constexpr int kBlockThreads = 1024;
 inline constexpr int kBlockWarps = kBlockThreads / kLanes;
 
@@ -36,6 +40,7 @@ struct Move {
   std::byte* to = nullptr;
 };
 
+#ifndef ECHO_EMULATE
 // Memory that no thread of this kernel writes may be read past the coherent caches; L1 is left to the kernels beside it.
 struct ReadOnly {
   static __device__ uint4 Load(const uint4* at) {
@@ -60,16 +65,18 @@ struct ReadWrite {
   }
 };
 
+#endif  // ECHO_EMULATE
+
 // Moves the rows of `kRows` lanes from `first_lane` on, kLoads words of each lane in flight.
 template <typename Memory, typename Word, int kRows, int kLoads>
 __device__ __forceinline__ void MoveGroup(Move own, int first_lane, int words, int lane) {
   const auto from_of = [&](int row) {
     return reinterpret_cast<const Word*>(
-        __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(own.from), first_lane + row));
+        __shfl_sync(kEveryLane, reinterpret_cast<unsigned long long>(own.from), first_lane + row));
   };
   const auto to_of = [&](int row) {
     return reinterpret_cast<Word*>(
-        __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(own.to), first_lane + row));
+        __shfl_sync(kEveryLane, reinterpret_cast<unsigned long long>(own.to), first_lane + row));
   };
   const auto row_of = [&](int place) {
     int row = 0;
@@ -116,10 +123,9 @@ __device__ __forceinline__ void MoveRows(const Jobs& jobs, int64_t limit, int wo
 // As long as every row can have a warp of its own, it has: the first job of a warp is read beside the limit and not after
 // it. Longer lists are moved kMerged rows at a time.
 template <typename Jobs, typename Word, int kLoads, int kMerged, int kMergedLoads>
-__global__ void __launch_bounds__(kBlockThreads) MoveRowsKernel(Jobs jobs, int words) {
+__device__ __forceinline__ void MoveAll(const Jobs& jobs, int words, int64_t block, int64_t blocks) {
   const int lane = threadIdx.x % kLanes;
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kBlockWarps + threadIdx.x / kLanes;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * kBlockWarps;
+  const int64_t warp = block * kBlockWarps + threadIdx.x / kLanes, warps = blocks * kBlockWarps;
   const Move first = warp < jobs.length ? jobs.At(warp) : Move{};
   const int64_t limit = jobs.Limit();
   if (limit > warps) {
@@ -127,6 +133,31 @@ __global__ void __launch_bounds__(kBlockThreads) MoveRowsKernel(Jobs jobs, int w
   } else if (warp < limit) {
     MoveGroup<typename Jobs::Memory, Word, 1, kLoads>(first, 0, words, lane);
   }
+}
+
+// How a record is moved: in which words, and how many loads a lane has in flight for one row and for kMerged rows.
+template <typename WordType, int kLoadsOfOne, int kRowsOfMany, int kLoadsOfMany>
+struct Shape {
+  using Word = WordType;
+  static constexpr int kLoads = kLoadsOfOne, kMerged = kRowsOfMany, kMergedLoads = kLoadsOfMany;
+};
+
+// use(Shape) for records of so many bytes. Nine loads for four rows of 1152 B would not fit the registers of a thread.
+template <typename Use>
+void WithShape(int64_t record_bytes, bool is_aligned, Use use) {
+  if (!is_aligned || record_bytes % 16 != 0) {
+    use(Shape<uint32_t, 4, 2, 6>{});
+  } else if (record_bytes <= 2 * kLanes * 16) {
+    use(Shape<uint4, 2, 4, 6>{});
+  } else {
+    use(Shape<uint4, 3, 2, 5>{});
+  }
+}
+
+#ifndef ECHO_EMULATE
+template <typename Jobs, typename Word, int kLoads, int kMerged, int kMergedLoads>
+__global__ void __launch_bounds__(kBlockThreads) MoveRowsKernel(Jobs jobs, int words) {
+  MoveAll<Jobs, Word, kLoads, kMerged, kMergedLoads>(jobs, words, blockIdx.x, gridDim.x);
 }
 
 // Blocks for lists of `length` rows of `record_bytes`: enough warps to keep the link busy, and no more (numbers: README.md).
@@ -139,17 +170,13 @@ inline unsigned Blocks(int64_t length, int64_t record_bytes) {
 // Launches the kernel that fits the record. `is_aligned`: every address that a job can name is a multiple of 16.
 template <typename Jobs>
 void LaunchMove(const Jobs& jobs, int64_t record_bytes, bool is_aligned, unsigned blocks, cudaStream_t stream) {
-  const auto launch = [&](auto kernel, int64_t word_bytes) {
-    kernel<<<blocks, kBlockThreads, 0, stream>>>(jobs, static_cast<int>(record_bytes / word_bytes));
-  };
-  if (!is_aligned || record_bytes % 16 != 0) {
-    launch(MoveRowsKernel<Jobs, uint32_t, 4, 2, 6>, 4);
-  } else if (record_bytes <= 2 * kLanes * 16) {
-    launch(MoveRowsKernel<Jobs, uint4, 2, 4, 6>, 16);
-  } else {
-    launch(MoveRowsKernel<Jobs, uint4, 3, 2, 5>, 16);
-  }
+  WithShape(record_bytes, is_aligned, [&](auto shape) {
+    using Shape = decltype(shape);
+    MoveRowsKernel<Jobs, typename Shape::Word, Shape::kLoads, Shape::kMerged, Shape::kMergedLoads>
+        <<<blocks, kBlockThreads, 0, stream>>>(jobs, static_cast<int>(record_bytes / sizeof(typename Shape::Word)));
+  });
 }
+#endif  // ECHO_EMULATE
 
 }  // namespace echo_ffi
 
