@@ -1,24 +1,23 @@
-// The k-th largest of many order keys, found by a block of threads (or by a cluster of them, each counting its own part).
-// Knows integers; not where they come from.
+// The k-th largest of many order keys, found by a block of threads (or by a cluster of them, each counting its own
+// part). Knows integers; not where they come from.
 #ifndef ECHO_FFI_FIND_KTH_CUH_
 #define ECHO_FFI_FIND_KTH_CUH_
 
 #include <cstdint>
 
+#include "cluster.cuh"
 #include "row_scores.cuh"
 
 namespace echo_ffi::top_k {
 
 constexpr uint32_t kLanes = 32;
-constexpr uint32_t kWarps = kThreads / kLanes;
-constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr uint32_t kBinBits = 11;
 constexpr uint32_t kBins = 1u << kBinBits;
 static_assert(kWarps == kLanes, "one lane adds up one warp");
 static_assert(kBins == 2 * kThreads, "a thread looks at two bins");
 
 // Keys in [low + 1, low + 1 + span], in bins of 2^shift keys each.
-struct Range {
+struct KeyRange {
   uint32_t low;
   uint32_t span;
 
@@ -74,11 +73,11 @@ __device__ T ExclusiveScan(Scratch& scratch, T value, T* total) {
   return (warp == 0 ? 0 : before) + in_warp - value;
 }
 
-// The rank-th largest (from 1) of the keys in `range`, of which there must be as many. count(range, shift) -> TwoBins is
-// called by all threads and counts the keys in the range by bin. Each round spreads what is left over all bins, so that
-// scores of a few exponents, as index scores are, do not meet in a few counters.
+// The rank-th largest (from 1) of the keys in `range`, of which there must be as many. count(range, shift) -> TwoBins
+// is called by all threads and counts the keys in the range by bin. Each round spreads what is left over all bins, so
+// that scores of a few exponents, as index scores are, do not meet in a few counters.
 template <typename Count>
-__device__ Kth FindKth(Scratch& scratch, Range range, uint32_t rank, Count count) {
+__device__ Kth FindKth(Scratch& scratch, KeyRange range, uint32_t rank, Count count) {
   for (;;) {
     const uint32_t shift = range.Shift();
     const TwoBins bins = count(range, shift);
@@ -94,7 +93,9 @@ __device__ Kth FindKth(Scratch& scratch, Range range, uint32_t rank, Count count
     }
     __syncthreads();
     rank = scratch.rank;
-    range = {range.low + (scratch.bin << shift), (1u << shift) - 1};
+    const uint32_t skipped = scratch.bin << shift;
+    // The uppermost bin may reach over the end of the range, behind which there may be keys, too.
+    range = {range.low + skipped, min((1u << shift) - 1, range.span - skipped)};
     if (shift == 0) return {range.low + 1, rank};
   }
 }
@@ -105,7 +106,7 @@ struct CountList {
   const uint32_t* keys;
   uint32_t length;
 
-  __device__ TwoBins operator()(Range range, uint32_t shift) const {
+  __device__ TwoBins operator()(KeyRange range, uint32_t shift) const {
     scratch.ClearHistogram();
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < length; i += kThreads) {

@@ -1,5 +1,5 @@
-// One row's visible scores as a block of threads reads them: 16 bytes a load, wherever the row begins and ends, and never
-// a byte outside it. Knows addresses and keys; not what is looked for.
+// One row's visible scores as a block of threads reads them: 16 bytes a load, wherever the row begins and ends, and
+// never a byte outside it. Knows addresses and keys; not what is looked for.
 //
 // Place: the number of a score counted from the 16-byte boundary at or before the row's first score. Position = place -
 // begin. A vector is 16 bytes of scores; a segment is a run of vectors.
@@ -8,11 +8,12 @@
 
 #include <cstdint>
 
+#include "cluster.cuh"
 #include "echo_ffi/order.h"
 
 namespace echo_ffi::top_k {
 
-constexpr uint32_t kThreads = 1024;
+constexpr uint32_t kThreads = echo_ffi::kThreads;
 constexpr uint32_t kBatch = 16;  // scores a thread holds at once, one bit each in a mask
 
 struct Vector {
@@ -39,11 +40,11 @@ class Row {
 
   __device__ uint32_t Begin() const { return begin_; }
 
-  // The `rank`-th of `ranks` parts, as equal as whole vectors allow.
-  __device__ Segment Part(uint32_t rank, uint32_t ranks) const {
+  // Part `part` of so many, as equal as whole vectors allow.
+  __device__ Segment Part(uint32_t part, uint32_t parts) const {
     const uint32_t vectors = (end_ + kPerVector - 1) / kPerVector;
-    const uint32_t each = (vectors + ranks - 1) / ranks;
-    return {min(rank * each, vectors), min((rank + 1) * each, vectors)};
+    const uint32_t each = (vectors + parts - 1) / parts;
+    return {min(part * each, vectors), min((part + 1) * each, vectors)};
   }
 
   __device__ uint32_t KeyAt(uint32_t position) const { return OrderKey(__ldg(scores_ + begin_ + position)); }

@@ -5,13 +5,11 @@
 #include "echo_ffi/top_k.h"
 #include "top_k_kernel.cuh"
 
-namespace echo_ffi {
+namespace echo_ffi::top_k {
 namespace {
 
-using namespace top_k;
-
-// Blocks that may run at once (an H200 has 132 multiprocessors, and a block needs one for itself), and what is not worth
-// dividing further. Static, so that a captured launch fits every length.
+// Blocks that may run at once (an H200 has 132 multiprocessors, and a block needs one for itself), and what is not
+// worth dividing further. Static, so that a captured launch fits every length.
 constexpr int64_t kBlocks = 132;
 constexpr int64_t kPositionsWorthABlock = 8192;
 constexpr int64_t kMaxBlocksPerRow = 8;  // clusters of more are not portable
@@ -28,12 +26,12 @@ int64_t BlocksPerRow(int64_t rows, int64_t length) {
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads, 1)
     TopKKernel(const Bits* __restrict__ score, const int32_t* __restrict__ visible, int64_t length, uint32_t k,
-               int32_t* __restrict__ positions, uint32_t* __restrict__ kth_bits) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  const int64_t row = blockIdx.x / cg::this_cluster().num_blocks();
+               uint32_t blocks, int32_t* __restrict__ positions, uint32_t* __restrict__ kth_bits) {
+  const int64_t row = blockIdx.x / blocks;
   const int64_t seen = min(max(static_cast<int64_t>(visible[row]), static_cast<int64_t>(0)), length);
-  SelectFromRow(*reinterpret_cast<Shared*>(shared), score + row * length, static_cast<uint32_t>(seen), k,
-                positions + row * k, kth_bits + row);
+  auto& shared = *reinterpret_cast<Shared*>(SharedMemory());
+  SelectFromRow(shared, score + row * length, static_cast<uint32_t>(seen), k, blocks, positions + row * k,
+                kth_bits + row);
 }
 
 template <typename Bits>
@@ -55,7 +53,7 @@ cudaError_t Launch(cudaStream_t stream, const TopKViews& views) {
   config.attrs = &cluster;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, static_cast<const Bits*>(views.score), views.visible, views.length,
-                            static_cast<uint32_t>(views.k), views.positions,
+                            static_cast<uint32_t>(views.k), static_cast<uint32_t>(blocks), views.positions,
                             reinterpret_cast<uint32_t*>(views.kth_score));
 }
 
@@ -85,4 +83,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoTopKCuda, TopK,
                                   .Attr<int64_t>("k"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-}  // namespace echo_ffi
+}  // namespace echo_ffi::top_k

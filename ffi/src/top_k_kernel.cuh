@@ -1,5 +1,5 @@
-// echo_top_k on a GPU: a cluster of blocks selects from one row, each block its own part of it. What it means, in jnp, is
-// indexer._select_by_order.
+// echo_top_k on a GPU: a cluster of blocks selects from one row, each block its own part of it. What it means, in jnp,
+// is indexer._select_by_order.
 //
 //   bracket    a small sample of the row tells a key with somewhat more than k keys above it, most likely
 //   collect    one pass over the row lists the keys above the bracket and counts those that equal it
@@ -7,25 +7,22 @@
 //   emit       what is selected becomes bits in order of position, and the bits a list
 //
 // A sample may be unlucky, or somebody's scores may be made to fool it: then too few or too many keys lie above the
-// bracket, the k-th key is searched for in the row itself, a few passes, and emit reads the row once more. The answer is
-// exact on every path and does not depend on the order in which threads append to the list.
+// bracket, the k-th key is searched for in the row itself, a few passes, and emit reads the row once more. The answer
+// is exact on every path and does not depend on the order in which threads append to the list.
 //
-// Reading 131,072 floats takes well under a microsecond a row; what bounds this kernel is the number of times its threads
-// meet. So the sample is small, counting needs no lock step, and blocks of a cluster meet twice.
+// Reading 131,072 floats takes well under a microsecond a row; what bounds this kernel is the number of times its
+// threads meet. So the sample is small, counting needs no lock step, and blocks of a cluster meet twice.
 #ifndef ECHO_FFI_TOP_K_KERNEL_CUH_
 #define ECHO_FFI_TOP_K_KERNEL_CUH_
 
-#include <cooperative_groups.h>
-
 #include <cstdint>
 
+#include "cluster.cuh"
 #include "echo_ffi/order.h"
 #include "find_kth.cuh"
 #include "row_scores.cuh"
 
 namespace echo_ffi::top_k {
-
-namespace cg = cooperative_groups;
 
 constexpr uint32_t kMaxTopK = 4096;
 constexpr uint32_t kCapacity = 12288;      // keys a list holds
@@ -69,15 +66,14 @@ __device__ inline uint32_t SampledPosition(uint32_t i, uint32_t log_samples, uin
   return start(i) + __umulhi((i + 1) * 2654435769u, start(i + 1) - start(i));
 }
 
-// A key with k keys above it or, by far most likely, somewhat more. Every block of a cluster finds the same one. 0, which
-// is below every key, where the list holds the whole row.
+// A key with k keys above it or, by far most likely, somewhat more. Every block of a cluster finds the same one. 0,
+// which is below every key, where the list holds the whole row.
 template <typename Bits>
 __device__ uint32_t Bracket(Shared& shared, const Row<Bits>& row, uint32_t visible, uint32_t k) {
   if (visible <= kCapacity) return 0;
   uint32_t samples = kMinSample;
-  while (samples < kMaxSample && static_cast<uint64_t>(samples) * k < static_cast<uint64_t>(kSampledAboveKth) * visible) {
-    samples *= 2;
-  }
+  const uint64_t wanted = static_cast<uint64_t>(kSampledAboveKth) * visible;
+  while (samples < kMaxSample && static_cast<uint64_t>(samples) * k < wanted) samples *= 2;
   const uint32_t log_samples = kLanes - 1 - __clz(samples);
   for (uint32_t i = threadIdx.x; i < samples; i += kThreads) {
     shared.keys[i] = row.KeyAt(SampledPosition(i, log_samples, visible));
@@ -85,7 +81,7 @@ __device__ uint32_t Bracket(Shared& shared, const Row<Bits>& row, uint32_t visib
   // Of the k best about x are sampled, give or take sqrt(x); five times that is a miss in a million rows.
   const float x = static_cast<float>(k) * static_cast<float>(samples) / static_cast<float>(visible);
   const uint32_t rank = min(static_cast<uint32_t>(x + 5.0f * sqrtf(x)) + 4, samples);
-  return FindKth(shared.scratch, Range{0, ~0u - 1}, rank, CountList{shared.scratch, shared.keys, samples}).key;
+  return FindKth(shared.scratch, KeyRange{0, ~0u - 1}, rank, CountList{shared.scratch, shared.keys, samples}).key;
 }
 
 // Lists the segment's keys above the bracket; counts all of them, also those for which the list has no room.
@@ -155,15 +151,15 @@ struct Theirs {
 
   __device__ Counts SumOfFirst(uint32_t blocks) const {
     const bool is_in = threadIdx.x % kLanes < blocks;
-    return {__reduce_add_sync(kAllLanes, is_in ? counts.above : 0), __reduce_add_sync(kAllLanes, is_in ? counts.ties : 0)};
+    const Counts mine = is_in ? counts : Counts{0, 0};
+    return {__reduce_add_sync(kAllLanes, mine.above), __reduce_add_sync(kAllLanes, mine.ties)};
   }
 };
 
-__device__ inline Theirs ReadCounts(Shared& shared) {
-  const auto cluster = cg::this_cluster();
+__device__ inline Theirs ReadCounts(Shared& shared, uint32_t blocks) {
   const uint32_t block = threadIdx.x % kLanes;
-  if (block >= cluster.num_blocks()) return {};
-  return {*cluster.map_shared_rank(&shared.counts, block), *cluster.map_shared_rank(&shared.highest, block)};
+  if (block >= blocks) return {};
+  return {*Remote(&shared.counts, block), *Remote(&shared.highest, block)};
 }
 
 // Counts the keys of the whole row, each block those of its own segment; all blocks get all counts.
@@ -172,9 +168,9 @@ struct CountRow {
   Shared& shared;
   const Row<Bits>& row;
   Segment segment;
+  uint32_t blocks;
 
-  __device__ TwoBins operator()(Range range, uint32_t shift) const {
-    const auto cluster = cg::this_cluster();
+  __device__ TwoBins operator()(KeyRange range, uint32_t shift) const {
     shared.scratch.ClearHistogram();
     __syncthreads();
     row.ForEachBatch(segment, [&](const uint32_t(&keys)[kBatch], uint32_t visible, uint32_t) {
@@ -185,22 +181,22 @@ struct CountRow {
         }
       }
     });
-    cluster.sync();  // every histogram is complete
+    ClusterSync();  // every histogram is complete
     const uint32_t upper = kBins - 1 - 2 * threadIdx.x;
     TwoBins sum = {0, 0};
-    for (uint32_t rank = 0; rank < cluster.num_blocks(); ++rank) {
-      const uint32_t* histogram = cluster.map_shared_rank(shared.scratch.histogram, rank);
+    for (uint32_t block = 0; block < blocks; ++block) {
+      const uint32_t* histogram = Remote(shared.scratch.histogram, block);
       sum.upper += histogram[upper];
       sum.lower += histogram[upper - 1];
     }
-    cluster.sync();  // and has been read, and may be cleared
+    ClusterSync();  // and has been read, and may be cleared
     return sum;
   }
 };
 
-// Lists the selected positions of one segment: those marked `above`, and the first of those marked as ties. Before it lie
-// `before.above` and `before.ties` of them; `ties` ties are selected in all. mark(start) sets the bits of the places
-// start .. start + kWindow of the segment.
+// Lists the selected positions of one segment: those marked `above`, and the first of those marked as ties. Before it
+// lie `before.above` and `before.ties` of them; `ties` ties are selected in all. mark(start) sets the bits of the
+// places start .. start + kWindow of the segment.
 template <typename Mark>
 __device__ void Emit(Shared& shared, uint32_t places, int32_t position_of_place_0, Counts before, uint32_t ties,
                      int32_t* positions, Mark mark) {
@@ -215,9 +211,11 @@ __device__ void Emit(Shared& shared, uint32_t places, int32_t position_of_place_
     const uint4 above = above_words[threadIdx.x], tied = tie_words[threadIdx.x];
     uint32_t selected[kWordsPerThread] = {above.x, above.y, above.z, above.w};
     uint32_t tie[kWordsPerThread] = {tied.x, tied.y, tied.z, tied.w};
-    const uint64_t mine = static_cast<uint64_t>(__popc(tie[0]) + __popc(tie[1]) + __popc(tie[2]) + __popc(tie[3])) << 32 |
-                          static_cast<uint64_t>(__popc(selected[0]) + __popc(selected[1]) + __popc(selected[2]) +
-                                                __popc(selected[3]));
+    unsigned long long mine = 0;  // ties in the upper half, so that one scan does for both
+#pragma unroll
+    for (uint32_t w = 0; w < kWordsPerThread; ++w) {
+      mine += static_cast<unsigned long long>(__popc(tie[w])) << 32 | static_cast<uint32_t>(__popc(selected[w]));
+    }
     unsigned long long all;
     const auto earlier = ExclusiveScan<unsigned long long>(shared.scratch, mine, &all);
     const uint32_t ties_before = min(before.ties + static_cast<uint32_t>(earlier >> 32), ties);
@@ -225,10 +223,11 @@ __device__ void Emit(Shared& shared, uint32_t places, int32_t position_of_place_
     int32_t* out = positions + before.above + static_cast<uint32_t>(earlier) + ties_before;
 #pragma unroll
     for (uint32_t w = 0; w < kWordsPerThread; ++w) {
-      while (__popc(tie[w]) > left) tie[w] &= ~(1u << (31 - __clz(tie[w])));  // the lower positions come first
+      while (static_cast<uint32_t>(__popc(tie[w])) > left) tie[w] &= ~(1u << (31 - __clz(tie[w])));  // the lower positions come first
       left -= __popc(tie[w]);
       selected[w] |= tie[w];
-      const int32_t position = position_of_place_0 + static_cast<int32_t>(start + (threadIdx.x * kWordsPerThread + w) * 32);
+      const uint32_t place = start + (threadIdx.x * kWordsPerThread + w) * 32;
+      const int32_t position = position_of_place_0 + static_cast<int32_t>(place);
       for (uint32_t bits = selected[w]; bits != 0; bits &= bits - 1) *out++ = position + __ffs(bits) - 1;
     }
     before.above += static_cast<uint32_t>(all);
@@ -254,83 +253,101 @@ __device__ void SelectAll(Shared& shared, const Row<Bits>& row, uint32_t visible
   if (threadIdx.x == 0) *kth_bits = ScoreBits(visible == 0 ? 0 : ~shared.highest);
 }
 
+// The k-th key, and what lies before a block's segment of what is above it and of what equals it.
+struct Found {
+  Kth kth;
+  Counts before;
+};
+
+// Where the lists of the cluster hold all keys above the bracket, at least k: every block gathers them and finds the
+// same.
+__device__ inline Found FindAmongListed(Shared& shared, const Theirs& theirs, KeyRange range, uint32_t k,
+                                        uint32_t blocks) {
+  // A warp copies from one block, so that all are copied from at once.
+  const uint32_t warp = threadIdx.x / kLanes, other = warp % blocks;
+  const uint32_t start = theirs.SumOfFirst(other).above;
+  const uint32_t length = __shfl_sync(kAllLanes, theirs.counts.above, other);
+  const uint32_t* keys = Remote(shared.keys, other);
+  for (uint32_t i = warp / blocks * kLanes + threadIdx.x % kLanes; i < length; i += kThreads / blocks) {
+    shared.gathered[start + i] = keys[i];
+  }
+  __syncthreads();
+  ClusterArrive();  // this block reads no other's memory from here on
+  const uint32_t all = theirs.SumOfFirst(blocks).above, before = theirs.SumOfFirst(BlockOfCluster()).above;
+  const Kth kth = FindKth(shared.scratch, range, k, CountList{shared.scratch, shared.gathered, all});
+  Counts mine = {0, 0};
+  for (uint32_t i = threadIdx.x; i < before; i += kThreads) {
+    mine.above += shared.gathered[i] > kth.key;
+    mine.ties += shared.gathered[i] == kth.key;
+  }
+  AddUp(mine, &shared.before);
+  __syncthreads();
+  return {kth, shared.before};
+}
+
+// Where the sample has misled: the rank-th largest of the row's keys in `range`, the row read a few times more.
 template <typename Bits>
-__device__ void SelectFromRow(Shared& shared, const Bits* scores, uint32_t visible, uint32_t k, int32_t* positions,
-                              uint32_t* kth_bits) {
-  const auto cluster = cg::this_cluster();
-  const uint32_t rank = cluster.block_rank(), ranks = cluster.num_blocks();
+__device__ Found FindInRow(Shared& shared, const Row<Bits>& row, Segment segment, KeyRange range, uint32_t rank,
+                           uint32_t blocks) {
+  const Kth kth = FindKth(shared.scratch, range, rank, CountRow<Bits>{shared, row, segment, blocks});
+  if (threadIdx.x == 0) shared.counts = {0, 0};
+  __syncthreads();
+  Counts mine = {0, 0};
+  row.ForEachBatch(segment, [&](const uint32_t(&keys)[kBatch], uint32_t visible, uint32_t) {
+#pragma unroll
+    for (uint32_t e = 0; e < kBatch; ++e) {
+      mine.above += visible >> e & static_cast<uint32_t>(keys[e] > kth.key);
+      mine.ties += visible >> e & static_cast<uint32_t>(keys[e] == kth.key);
+    }
+  });
+  AddUp(mine, &shared.counts);
+  ClusterSync();
+  const Counts before = ReadCounts(shared, blocks).SumOfFirst(BlockOfCluster());
+  ClusterArrive();  // this block reads no other's memory from here on
+  return {kth, before};
+}
+
+// The k best of one row's `visible` scores, by a cluster of so many blocks (a power of two up to 8).
+template <typename Bits>
+__device__ void SelectFromRow(Shared& shared, const Bits* scores, uint32_t visible, uint32_t k, uint32_t blocks,
+                              int32_t* positions, uint32_t* kth_bits) {
+  const uint32_t block = BlockOfCluster();
   const Row<Bits> row(scores, visible);
   if (visible <= k) {
-    if (rank == 0) SelectAll(shared, row, visible, k, positions, kth_bits);
+    if (block == 0) SelectAll(shared, row, visible, k, positions, kth_bits);
     return;  // the whole cluster: nobody waits
   }
-  const Segment segment = row.Part(rank, ranks);
+  const Segment segment = row.Part(block, blocks);
   row.Prefetch(segment);
   const uint32_t bracket = Bracket(shared, row, visible, k);
   Collect(shared, row, segment, bracket);
-  cluster.sync();  // all lists and counts are complete
+  ClusterSync();  // all lists and counts are complete
 
-  const Theirs theirs = ReadCounts(shared);
-  const Counts all = theirs.SumOfFirst(ranks);
-  const uint32_t highest = __reduce_max_sync(kAllLanes, theirs.highest);
-  Counts before = theirs.SumOfFirst(rank);
-
-  Kth kth;
+  const Theirs theirs = ReadCounts(shared, blocks);
+  const Counts all = theirs.SumOfFirst(blocks);
+  const KeyRange above_bracket = {bracket, __reduce_max_sync(kAllLanes, theirs.highest) - bracket - 1};
   const bool is_listed = k <= all.above && all.above <= kCapacity;
+  Found found;
   if (is_listed) {
-    // A warp copies from one block, so that all are copied from at once.
-    const uint32_t warp = threadIdx.x / kLanes, other = warp % ranks;
-    const uint32_t start = theirs.SumOfFirst(other).above;
-    const uint32_t length = __shfl_sync(kAllLanes, theirs.counts.above, other);
-    const uint32_t* keys = cluster.map_shared_rank(shared.keys, other);
-    for (uint32_t i = warp / ranks * kLanes + threadIdx.x % kLanes; i < length; i += kThreads / ranks) {
-      shared.gathered[start + i] = keys[i];
-    }
-    __syncthreads();
-    cluster.barrier_arrive();  // this block reads no other's memory from here on
-    kth = FindKth(shared.scratch, Range{bracket, highest - bracket - 1}, k,
-                  CountList{shared.scratch, shared.gathered, all.above});
-    Counts mine = {0, 0};
-    for (uint32_t i = threadIdx.x; i < before.above; i += kThreads) {
-      mine.above += shared.gathered[i] > kth.key;
-      mine.ties += shared.gathered[i] == kth.key;
-    }
-    AddUp(mine, &shared.before);
-    __syncthreads();
-    before = shared.before;
+    found = FindAmongListed(shared, theirs, above_bracket, k, blocks);
   } else if (all.above < k && k <= all.above + all.ties) {
-    cluster.barrier_arrive();
-    kth = {bracket, k - all.above};
+    found = {{bracket, k - all.above}, theirs.SumOfFirst(block)};
+    ClusterArrive();
+  } else if (all.above >= k) {
+    found = FindInRow(shared, row, segment, above_bracket, k, blocks);
   } else {
-    // Above the bracket are more than the list holds, or fewer than k: below it, then, which is no NaN's key, as
-    // nothing would be below that.
-    const bool is_above = all.above >= k;
-    const Range range = is_above ? Range{bracket, highest - bracket - 1} : Range{0, bracket - 2};
-    kth = FindKth(shared.scratch, range, is_above ? k : k - all.above - all.ties, CountRow<Bits>{shared, row, segment});
-    if (threadIdx.x == 0) shared.counts = {0, 0};
-    __syncthreads();
-    Counts mine = {0, 0};
-    row.ForEachBatch(segment, [&](const uint32_t(&keys)[kBatch], uint32_t visible_keys, uint32_t) {
-#pragma unroll
-      for (uint32_t e = 0; e < kBatch; ++e) {
-        const uint32_t is_visible = visible_keys >> e & 1;
-        mine.above += is_visible & (keys[e] > kth.key);
-        mine.ties += is_visible & (keys[e] == kth.key);
-      }
-    });
-    AddUp(mine, &shared.counts);
-    cluster.sync();
-    before = ReadCounts(shared).SumOfFirst(rank);
-    cluster.barrier_arrive();
+    // Below the bracket, which is no NaN's key then: nothing would be below that.
+    found = FindInRow(shared, row, segment, KeyRange{0, bracket - 2}, k - all.above - all.ties, blocks);
   }
 
   constexpr uint32_t kPerVector = Row<Bits>::kPerVector;
+  const Kth kth = found.kth;
   const uint32_t places = (segment.last - segment.first) * kPerVector;
   const int32_t position_of_place_0 =
       static_cast<int32_t>(segment.first * kPerVector) - static_cast<int32_t>(row.Begin());
   if (is_listed) {
     const uint32_t length = shared.counts.above;
-    Emit(shared, places, position_of_place_0, before, kth.ties, positions, [&](uint32_t start) {
+    Emit(shared, places, position_of_place_0, found.before, kth.ties, positions, [&](uint32_t start) {
       for (uint32_t i = threadIdx.x; i < length; i += kThreads) {
         const uint32_t key = shared.keys[i], place = shared.places[i] - start;
         if (key < kth.key || place >= kWindow) continue;
@@ -338,7 +355,7 @@ __device__ void SelectFromRow(Shared& shared, const Bits* scores, uint32_t visib
       }
     });
   } else {
-    Emit(shared, places, position_of_place_0, before, kth.ties, positions, [&](uint32_t start) {
+    Emit(shared, places, position_of_place_0, found.before, kth.ties, positions, [&](uint32_t start) {
       const uint32_t first = segment.first + start / kPerVector;
       const Segment window = {first, min(first + kWindow / kPerVector, segment.last)};
       row.ForEachBatch(window, [&](const uint32_t(&keys)[kBatch], uint32_t visible_keys, uint32_t vector) {
@@ -351,9 +368,9 @@ __device__ void SelectFromRow(Shared& shared, const Bits* scores, uint32_t visib
       });
     });
   }
-  if (rank == 0 && threadIdx.x == 0) *kth_bits = ScoreBits(kth.key);
+  if (block == 0 && threadIdx.x == 0) *kth_bits = ScoreBits(kth.key);
   __syncwarp();
-  cluster.barrier_wait();  // no block leaves while another may read its memory
+  ClusterWait();  // no block leaves while another may read its memory
 }
 
 }  // namespace echo_ffi::top_k

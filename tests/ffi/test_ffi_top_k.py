@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import shutil
+import subprocess
 from pathlib import Path
 
 import jax
@@ -19,7 +22,8 @@ from tests.oracles.select import padded, top_k
 
 pytestmark = pytest.mark.usefixtures("library")
 
-KERNEL = Path(__file__).resolve().parents[2] / "ffi" / "src" / "top_k_kernel.cuh"
+ROOT = Path(__file__).resolve().parents[2]
+KERNEL = ROOT / "ffi" / "src" / "top_k_kernel.cuh"
 LENGTH, ROWS = 3001, 10  # odd, so that rows of bfloat16 lie at odd addresses
 DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16}
 
@@ -45,14 +49,11 @@ def test_corner(corner, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("corner", [*selections.CORNERS, "fooled_too_high", "fooled_too_low"])
+@pytest.mark.parametrize("corner", selections.CORNERS)
 def test_corner_on_a_gpu(corner, dtype):
     """Rows long enough to be sampled, and divided among blocks; where the sample misleads, too."""
     length, k = 40001, 2048
-    if corner in selections.CORNERS:
-        score = selections.make(corner, ROWS, length, dtype)
-    else:
-        score = selections.fooled(ROWS, length, k, sample_is_best=corner == "fooled_too_high").astype(dtype)
+    score = selections.make(corner, ROWS, length, dtype)
     for rows, visible in ((ROWS, selections.lengths(ROWS, length, k)), (1, np.array([length], np.int32))):
         expected = selections.answer(score[:rows], visible, k)
         difference = selections.first_difference(got_by("cuda", score[:rows], visible, k), expected)
@@ -112,6 +113,82 @@ def test_vmap_is_a_batch_of_calls():
     flat = indexer.select(jnp.asarray(score.reshape(6, 50)), jnp.asarray(visible.reshape(6)), 6, "jnp")
     np.testing.assert_array_equal(got.positions.reshape(6, 6), flat.positions)
     np.testing.assert_array_equal(got.kth_score.reshape(6), flat.kth_score)
+
+
+# ---- the kernel of the GPU, emulated -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    """ffi/src/top_k_kernel.cuh as a CPU library."""
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    path = tmp_path_factory.mktemp("emulator") / "top_k.so"
+    folders = [ROOT / "tests/ffi/emulate", ROOT / "ffi/include", ROOT / "ffi/src"]
+    command = [compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
+    command += ["-DECHO_EMULATE", *(f"-I{folder}" for folder in folders)]
+    subprocess.run([*command, str(folders[0] / "top_k.cc"), "-o", str(path)], check=True, timeout=100)
+    return ctypes.CDLL(str(path))
+
+
+def emulate(emulator, score, k, blocks, ahead):
+    """The kernel's answer for one row, which begins `ahead` scores behind a boundary of 16 bytes."""
+    room = np.zeros(len(score) + 32, score.dtype)
+    boundary = (-room.ctypes.data % 16) // score.itemsize
+    row = room[boundary + ahead :][: len(score)]
+    row[:] = score
+    positions, bits = np.full((1, k), 77, np.int32), np.full(1, 77, np.uint32)
+    error = ctypes.create_string_buffer(200)
+    emulator.EmulateTopK(
+        row.ctypes.data_as(ctypes.c_void_p), ctypes.c_int(score.itemsize == 2), ctypes.c_uint32(len(score)),
+        ctypes.c_uint32(k), ctypes.c_uint32(blocks), ctypes.c_uint64(blocks + ahead),
+        positions.ctypes.data_as(ctypes.c_void_p), bits.ctypes.data_as(ctypes.c_void_p), error,
+    )  # fmt: skip
+    assert not error.value, error.value.decode()
+    return positions, bits
+
+
+def check_emulated(emulator, score, k, blocks, ahead):
+    difference = selections.first_difference(
+        emulate(emulator, score, k, blocks, ahead), selections.answer(score[None], np.array([len(score)]), k)
+    )
+    assert difference is None, difference
+
+
+# Above 12,288 scores the kernel samples; fooled samples send it to the row itself.
+EMULATED = [*selections.CORNERS, "fooled_too_high", "fooled_too_low"]
+
+
+def emulated_score(corner, length, k, dtype):
+    if corner in selections.CORNERS:
+        return selections.make(corner, 1, length, dtype)[0]
+    return selections.fooled(1, length, k, sample_is_best=corner == "fooled_too_high")[0].astype(dtype)
+
+
+@pytest.mark.parametrize("corner", EMULATED)
+def test_corner_emulated(emulator, corner):
+    length, k = 16411, 700
+    check_emulated(emulator, emulated_score(corner, length, k, np.float32), k, blocks=2, ahead=3)
+    check_emulated(emulator, emulated_score(corner, length, k, ml_dtypes.bfloat16), k, blocks=1, ahead=5)
+
+
+@pytest.mark.parametrize("length", [0, 1, 699, 700, 701, 12288, 12289])
+def test_length_emulated(emulator, length):
+    check_emulated(emulator, selections.make("normal", 1, length)[0], 700, blocks=2, ahead=1)
+
+
+@pytest.mark.parametrize("corner", ["normal", "tie_at_threshold"])
+def test_a_row_longer_than_what_is_emitted_at_once_emulated(emulator, corner):
+    check_emulated(emulator, selections.make(corner, 1, 131072 + 5000)[0], 4096, blocks=1, ahead=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [1, 4, 8])
+@pytest.mark.parametrize("corner", EMULATED)
+def test_corner_emulated_in_full(emulator, corner, blocks):
+    for (length, k), dtype in itertools.product(((12289, 1), (40001, 2048), (300001, 4096)), DTYPES.values()):
+        check_emulated(emulator, emulated_score(corner, length, k, dtype), k, blocks, ahead=length % 4)
 
 
 # ---- the choice ------------------------------------------------------------------------------------------

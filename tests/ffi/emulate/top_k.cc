@@ -26,6 +26,9 @@ T __ldg(const T* from) {
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32); }
 inline int __clz(uint32_t bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline uint32_t __reduce_add_sync(unsigned mask, uint32_t value) {
+  return static_cast<uint32_t>(__reduce_add_sync(mask, static_cast<int>(value)));
+}
 inline uint32_t __reduce_max_sync(unsigned mask, uint32_t value) {
   const uint64_t* values = emulate::Here().Trade(mask, value);
   uint32_t highest = 0;
