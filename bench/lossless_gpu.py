@@ -130,6 +130,17 @@ def differences(ours: decode.StepOutput, reference: decode.StepOutput) -> jax.Ar
     return jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in (lists, ours.digests != reference.digests, logits)])
 
 
+def _where(ours: decode.StepOutput, reference: decode.StepOutput) -> str:
+    """The first layer and the seats whose lists or digests differ, to know where to look."""
+    lists = np.any(np.asarray(ours.selected != reference.selected), axis=(2, 3))
+    digests = np.any(np.asarray(ours.digests != reference.digests), axis=2)
+    layer = int(np.argmax(np.any(lists | digests, axis=1)))
+    seats = (
+        f"lists of seats {np.flatnonzero(lists[layer]).tolist()}, digests of {np.flatnonzero(digests[layer]).tolist()}"
+    )
+    return f"layer {layer}: {seats}"
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Prints what happened, records a row; returns the number of differences."""
     offloaded, resident = (configuration(arguments, offload) for offload in (True, False))
@@ -149,7 +160,9 @@ def run(arguments: argparse.Namespace) -> int:
             jax.block_until_ready(output.logits)
             elapsed[config.cache.offload].append((time.perf_counter() - start) * 1e6)
             outputs.append(output)
-        found += np.asarray(differences(*outputs))
+        found += (now := np.asarray(differences(*outputs)))
+        if now.any() and not (found - now).any():
+            print(f"first differences at step {len(moved)}: {now.tolist()}; {_where(*outputs)}")
         moved.append(jax.tree.map(lambda count: int(jnp.sum(count)), outputs[0].moved))
         tokens = jnp.argmax(outputs[1].logits, axis=-1).astype(jnp.int32)
 

@@ -1,4 +1,4 @@
-"""What every test runs under: four CPU devices, strict dtypes and ranks, a hypothesis that repeats itself.
+"""What every test runs under: eight CPU devices, strict dtypes and ranks, a hypothesis that repeats itself.
 
 It knows environment variables and pytest, and imports jax only to ask whether there is a GPU. The settings
 are given as environment variables and before jax is imported, so that the command line, which tests start as
@@ -15,10 +15,10 @@ import pytest
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could set it up; a pytest plugin imports it")
 
-# Four CPU devices, for the tests of shard_map. Whoever gives a number of their own keeps it.
+# Eight CPU devices, for the tests of shard_map and to lower for as many GPUs. Whoever gives a number keeps it.
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 if _DEVICE_COUNT not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICE_COUNT}=4".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICE_COUNT}=8".strip()
 
 # The GPU tests are run by hand: JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
