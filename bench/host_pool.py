@@ -31,7 +31,7 @@ def child(gib: float, owner: str) -> dict[str, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    from echo_jax import _pinned, hostmem
+    from echo_jax import _pinned, hostmem, pinning
 
     device = jax.devices()[0]
     rows = int(gib * 2**30 // (LAYERS * WORDS * 4)) // ROWS_A_CALL * ROWS_A_CALL
@@ -41,10 +41,10 @@ def child(gib: float, owner: str) -> dict[str, float]:
     found: dict[str, float] = {"pool_gib": LAYERS * rows * WORDS * 4 / 2**30}
 
     def seconds(name, function):
-        before, started = _pinned.available_bytes(), time.perf_counter()
+        before, started = pinning.available_bytes() or 0, time.perf_counter()
         result = function()
         found[f"{name}_s"] = time.perf_counter() - started
-        found[f"{name}_took_gib"] = (before - _pinned.available_bytes()) / 2**30
+        found[f"{name}_took_gib"] = (before - (pinning.available_bytes() or 0)) / 2**30
         print(
             f"  {name}: {found[f'{name}_s']:.1f} s, available memory less {found[f'{name}_took_gib']:.1f} GiB",
             flush=True,

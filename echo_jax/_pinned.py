@@ -18,18 +18,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from echo_jax import _compat, _ffi
-
-LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-DEFAULT_LIMIT_GB = 64
+from echo_jax import _compat, _ffi, pinning
 
 # DLPack's (code, bits) of an element type; others stay with XLA.
 _DLPACK_TYPES = {"float32": (2, 32), "bfloat16": (4, 16), "float16": (2, 16), "uint32": (1, 32), "uint8": (1, 8)}
@@ -53,10 +48,14 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shardi
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        limit = f", XLA's limit is {xla_limit_bytes()} ({LIMIT_VARIABLE}, read when jax starts)" if is_gpu else ""
+        available = pinning.available_bytes()
+        limit = (
+            f", XLA's limit is {xla_limit_bytes()} ({pinning.LIMIT_VARIABLE}, read when jax starts)" if is_gpu else ""
+        )
         raise MemoryError(
-            f"a host pool of {needed} bytes a device cannot be had ({error}); the machine says {available_bytes()} "
-            f"bytes are available{limit}; lower host_rows, or free host memory"
+            f"a host pool of {needed} bytes a device cannot be had ({error}); the machine says "
+            f"{'nothing of its memory' if available is None else f'{available} bytes are available'}{limit}; "
+            "lower host_rows, or free host memory"
         ) from error
 
 
@@ -96,18 +95,7 @@ def held_by_library() -> int:
 
 def xla_limit_bytes() -> int:
     """What XLA's pinned memory may grow to in this process, if its backend started with the environment as it is."""
-    return int(os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT_GB) * 2**30
-
-
-def available_bytes() -> int:
-    """MemAvailable of this machine, 0 where it does not say. A virtual machine may be given more when it asks."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+    return pinning.limit_gb() * 2**30
 
 
 class _Pinned:

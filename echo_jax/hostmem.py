@@ -66,9 +66,10 @@ def create_pool(
 ) -> jax.Array:
     """A zeroed pool [L, N_H, *record], committed to `device` (a device, a sharding or the default device).
 
-    JAX owns the memory, so the first donation is in place already. Making a pool takes its own size once, and
-    nothing of a pinned pool passes through the memory of a GPU. ValueError for a shape that is no pool or a
-    record that is not whole words.
+    The first donation is in place already. Making a pool takes its own size once, and nothing of a pinned pool passes
+    through the memory of a GPU (`_pinned` says whose memory it is). ValueError for a shape that is no pool or a record
+    that is not whole words, MemoryError for more than can be pinned, RuntimeError where a pinned pool is asked for and
+    the library does not serve the device.
     """
     shape = tuple(int(size) for size in shape)
     dtype = jnp.dtype(dtype)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from echo_jax import _ffi, _pinned, hostmem
+from echo_jax import _ffi, _pinned, hostmem, pinning
 from echo_jax.hostmem import HostMemory
 from tests.ffi.conftest import CPU
 
@@ -26,7 +26,7 @@ def refuse(*_):
 
 def test_short_memory_is_refused_with_numbers(library, monkeypatch):
     monkeypatch.setattr(_pinned, "from_xla", refuse)
-    monkeypatch.setattr(_pinned, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(pinning, "available_bytes", lambda: 1000)
     with pytest.raises(MemoryError) as caught:
         hostmem.create_pool(SHAPE, DTYPE, HostMemory.PINNED, CPU)
     said = str(caught.value)
@@ -86,9 +86,9 @@ class OnGpu:
 )
 def test_whose_memory(monkeypatch, gib, limit, gpus, dtype, owner):
     if limit is None:
-        monkeypatch.delenv(_pinned.LIMIT_VARIABLE, raising=False)
+        monkeypatch.delenv(pinning.LIMIT_VARIABLE, raising=False)
     else:
-        monkeypatch.setenv(_pinned.LIMIT_VARIABLE, limit)
+        monkeypatch.setenv(pinning.LIMIT_VARIABLE, limit)
     monkeypatch.setattr(_pinned, "from_xla", lambda *_: "xla")
     monkeypatch.setattr(_pinned, "from_library", lambda *_: "library")
     dtype = jnp.dtype(dtype)
