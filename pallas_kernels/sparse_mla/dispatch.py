@@ -33,7 +33,7 @@ def sparse_mla(
     tuning: mosaic_gpu.Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """out = sum_k softmax_k(scale * query . row[k]) * row[k, :latent], for each head and the rows of its query row's list.
+    """out = sum_k softmax_k(scale * query . row[k]) * row[k, :latent]: for each head, over its query row's list.
 
     Returns (out f32[B, T, H, latent], lse f32[B, T, H]): lse is the natural logarithm of the sum of exponentials. An
     empty list gives zeros and -inf. Bits depend on the rows and their order, never on the slots they are in.

@@ -3,9 +3,9 @@
 It knows the bytes of both record formats, the tile's layout, and PTX. It knows no softmax.
 
 TMA writes a row as one piece, and a wgmma operand keeps 128-byte pieces of a row 1,024 bytes apart, so a row would cost
-nine copies of 128 bytes. Here eight threads carry a row instead. bf16: each copies 16 bytes of every 128 with
-`cp.async`, which goes past the registers. FP8: each loads, scales, rounds to bf16 and stores. A slot of -1 becomes a row
-of zeros, whatever the pool holds.
+nine copies of 128 bytes. Here four threads carry a row instead, and each thread two rows. bf16: 16 bytes at a time with
+`cp.async`, which goes past the registers. FP8: load, scale, round to bf16, store. A slot of -1 becomes a row of zeros,
+whatever the pool holds.
 
     column c of row r of a tile:  ((r / 8) * 9 + c / 64) * 1024 + (r % 8) * 128 + (((c % 64) / 8) ^ (r % 8)) * 16 bytes
 
@@ -26,113 +26,172 @@ from pallas_kernels.sparse_mla import reference
 TILE = 64  # records of a tile
 LATENT, WIDTH = 512, 576
 FP8_BYTES, BF16_BYTES = 656, 1152  # of a record
+ROPE = 528  # where the rope values of an FP8 record begin
 BLOCKS = WIDTH // 64  # columns of a tile's 8 x 64 blocks
 BAND = BLOCKS * 1024  # bytes from 8 rows to the next 8
-PASSES = 4  # 128 threads carry 16 rows at a time
+ONE_A_ROW = plgpu.Layout.WGMMA.reduce(1)  # thread 32 w + 4 q + t has rows 16 w + q and 16 w + q + 8
 
-# Operands: the pool, the lists, the tiles, the stage to fill, the place of the tile's first slot among all lists.
-# t: this thread's 16 bytes of 128; r: its row of 16. `to`: where they go in the first block of the first pass.
+# Operands: the pool, the tiles, the stage to fill, the slots of this thread's two rows.
+# t: which quarter of its rows the thread carries. to: where its first row begins in the tile; the second is a band on.
+# half: 16 bytes of 64, the upper 64 for odd rows. Eight threads, a store's share of a cycle, thus reach all banks.
 _PLACE = f"""
-  .reg .b32 t, r, e, to, s<{PASSES}>;  .reg .pred listed<{PASSES}>;  .reg .b64 list, pool, from<{PASSES}>;
-  mov.u32 t, %tid.x;  shr.u32 r, t, 3;  and.b32 t, t, 7;  and.b32 r, r, 15;
-  and.b32 e, r, 7;  xor.b32 to, t, e;  shl.b32 to, to, 4;  mad.lo.u32 to, e, 128, to;
-  shr.u32 e, r, 3;  mad.lo.u32 to, e, {BAND}, to;  mad.lo.u32 to, $3, {TILE * WIDTH * 2}, to;  add.u32 to, to, $2;
-  add.u32 r, r, $4;  mad.wide.u32 list, r, 4, $1;  cvta.to.global.u64 list, list;
+  .reg .b32 t, q, e, to, half;  .reg .pred listed<2>;  .reg .b32 slot<2>;  .reg .b64 pool, from<2>;
+  mov.u32 t, %tid.x;  shr.u32 q, t, 2;  and.b32 q, q, 7;  shr.u32 e, t, 5;  and.b32 e, e, 3;  and.b32 t, t, 3;
+  mad.lo.u32 to, e, {2 * BAND}, $1;  mad.lo.u32 to, $2, {TILE * WIDTH * 2}, to;  mad.lo.u32 to, q, 128, to;
+  and.b32 half, q, 1;  shl.b32 half, half, 2;  add.u32 half, half, t;
   cvta.to.global.u64 pool, $0;
 """
 
 
-def issue_bf16() -> str:
+def _rows(bytes_per_row: int) -> str:
+    """Where this thread's rows begin in the pool. A row that is not listed has an address of the pool all the same."""
+    return "".join(
+        f"setp.ge.s32 listed{row}, ${3 + row}, 0;  max.s32 slot{row}, ${3 + row}, 0;\n"
+        f"mad.wide.u32 from{row}, slot{row}, {bytes_per_row}, pool;\n"
+        for row in range(2)
+    )
+
+
+def _two_pieces() -> str:
+    """in0, in1: offsets in a record of the thread's two pieces of 128 bytes; at0, at1: where they go in a tile."""
+    return """
+      .reg .b32 at<2>, piece;  .reg .b64 in<2>;
+      xor.b32 at0, half, q;  shl.b32 at0, at0, 4;  xor.b32 at1, at0, 64;  add.u32 at0, at0, to;  add.u32 at1, at1, to;
+      shl.b32 piece, half, 4;  cvt.u64.u32 in0, piece;  xor.b32 piece, piece, 64;  cvt.u64.u32 in1, piece;
+    """
+
+
+def copy_bf16() -> str:
     """Starts the copies of 64 rows; `finish` waits for them."""
-    text = [_PLACE, ".reg .b32 size;  .reg .b32 lane;  shl.b32 lane, t, 4;  cvt.u64.u32 from0, lane;"]
-    text.append("add.u64 pool, pool, from0;")
-    text += [f"ld.global.nc.b32 s{i}, [list + {64 * i}];" for i in range(PASSES)]
-    for i in range(PASSES):
-        # Nothing is read where the size is 0, and zeros are written; the address must be of the pool all the same.
-        text.append(f"setp.ge.s32 listed{i}, s{i}, 0;  selp.b32 size, 16, 0, listed{i};  max.s32 s{i}, s{i}, 0;")
-        text.append(f"mad.wide.u32 from{i}, s{i}, {BF16_BYTES}, pool;")
-        text += [
-            f"cp.async.cg.shared.global.L2::128B [to + {2 * BAND * i + 1024 * block}], "
-            f"[from{i} + {128 * block}], 16, size;"
-            for block in range(BLOCKS)
-        ]
+    text = [_PLACE, _rows(BF16_BYTES), _two_pieces(), ".reg .b32 size;  .reg .b64 address;"]
+    for row in range(2):
+        text.append(f"selp.b32 size, 16, 0, listed{row};")  # of 0 bytes nothing is read, and zeros are written
+        for piece in range(2):
+            text.append(f"add.u64 address, from{row}, in{piece};")
+            text += [
+                f"cp.async.cg.shared.global.L2::128B [at{piece} + {BAND * row + 1024 * block}], "
+                f"[address + {128 * block}], 16, size;"
+                for block in range(BLOCKS)
+            ]
     return "{" + "\n".join([*text, "cp.async.commit_group;"]) + "}"
 
 
 def convert_fp8() -> str:
-    """Loads 64 rows, two a thread at a time so that twenty loads are under way, and stores them as bf16."""
-    text = [_PLACE, ".reg .b32 lane;  .reg .b64 eight, sixteen;  .reg .b16 lo, hi, h<4>;  .reg .b32 pair<2>, d<4>;"]
-    text.append(".reg .f32 f<4>;  .reg .b32 c<32>, rope<8>;  .reg .f32 scale<8>;")
-    text.append("shl.b32 lane, t, 3;  cvt.u64.u32 eight, lane;  shl.b32 lane, t, 4;  cvt.u64.u32 sixteen, lane;")
-    text += [f"ld.global.nc.b32 s{i}, [list + {64 * i}];" for i in range(PASSES)]
-    for i in range(PASSES):
-        text.append(f"setp.ge.s32 listed{i}, s{i}, 0;  max.s32 s{i}, s{i}, 0;")
-        text.append(f"mad.wide.u32 from{i}, s{i}, {FP8_BYTES}, pool;")
-    for first in range(0, PASSES, 2):
-        for row in range(2):
-            text += _load_fp8(first + row, row)
-        for row in range(2):
-            text += _store_fp8(first + row, row)
+    """Loads 64 rows, scales and stores them as bf16, and asks the L2 for the next 64.
+
+    Two more operands: the slots of the next tile's rows. Three half rows are in registers at a time, so that the loads
+    of one run while another is converted.
+    """
+    text = [_PLACE, _rows(FP8_BYTES), _two_pieces(), _ask_for_next()]
+    text.append(".reg .b32 c<48>, rope<16>, even, odd, place;  .reg .f32 scale<8>, f<4>;  .reg .b64 sixteen, address;")
+    text.append(".reg .b16 lo, hi, h<4>;  .reg .b32 pair<2>, d<4>;")
+    # The thread's 16 codes of a block's 64 become pieces 2 t and 2 t + 1 of its 128 bytes.
+    text.append("shl.b32 place, t, 4;  cvt.u64.u32 sixteen, place;")
+    text.append("shl.b32 even, t, 1;  xor.b32 even, even, q;  shl.b32 even, even, 4;")
+    text.append("xor.b32 odd, even, 16;  add.u32 even, even, to;  add.u32 odd, odd, to;")
+    halves = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    text += _load_scales(0) + _load_half(0, 0, 0) + _load_half(0, 1, 1) + _load_scales(1) + _load_half(1, 0, 2)
+    for index, (row, half) in enumerate(halves):
+        text += _store_half(row, half, index % 3)
+        if index == 0:
+            text += _load_half(1, 1, 0)
+        if index == 1:
+            text += [line for row in range(2) for line in _load_rope(row)]
+    for row in range(2):
+        for piece in range(2):
+            words = ", ".join(f"rope{8 * row + 4 * piece + i}" for i in range(4))
+            text.append(f"st.shared.v4.b32 [at{piece} + {BAND * row + 1024 * (BLOCKS - 1)}], {{{words}}};")
     return "{" + "\n".join(text) + "}"
 
 
-def _load_fp8(number: int, row: int) -> list[str]:
-    registers = [f"c{16 * row + i}" for i in range(16)] + [f"rope{4 * row + i}" for i in range(4)]
-    text = [f"mov.b32 {name}, 0;" for name in registers]
-    text += [f"mov.f32 scale{4 * row + i}, 0f00000000;" for i in range(4)]
-    scales = ", ".join(f"scale{4 * row + i}" for i in range(4))
-    ropes = ", ".join(f"rope{4 * row + i}" for i in range(4))
-    text.append(f"@listed{number} ld.global.nc.v4.f32 {{{scales}}}, [from{number} + {LATENT}];")
-    text.append(f"add.u64 list, from{number}, eight;")
-    text += [
-        f"@listed{number} ld.global.nc.v2.b32 {{c{16 * row + 2 * block}, c{16 * row + 2 * block + 1}}}, "
-        f"[list + {64 * block}];"
-        for block in range(BLOCKS - 1)
-    ]
-    text.append(f"add.u64 list, from{number}, sixteen;")
-    text.append(f"@listed{number} ld.global.nc.v4.b32 {{{ropes}}}, [list + {LATENT + 16}];")
+def _ask_for_next() -> str:
+    """Six lines of 128 bytes a row, one or two a thread."""
+    text = (
+        ".reg .pred wanted;  .reg .b32 line;  .reg .b64 next, ahead;  shl.b32 line, t, 7;  cvt.u64.u32 ahead, line;\n"
+    )
+    for row in range(2):
+        text += (
+            f"max.s32 line, ${5 + row}, 0;  mad.wide.u32 next, line, {FP8_BYTES}, pool;  add.u64 next, next, ahead;\n"
+        )
+        text += f"setp.ge.s32 wanted, ${5 + row}, 0;  @wanted prefetch.global.L2 [next];\n"
+        text += "setp.lt.and.u32 wanted, t, 2, wanted;  @wanted prefetch.global.L2 [next + 512];\n"
     return text
 
 
-def _store_fp8(number: int, row: int) -> list[str]:
+def _load(row: int, names: list[str], address: str) -> list[str]:
+    kind = "f32" if names[0].startswith("scale") else "b32"
+    text = [f"mov.b32 {name}, 0;" if kind == "b32" else f"mov.f32 {name}, 0f00000000;" for name in names]
+    return [*text, f"@listed{row} ld.global.nc.v4.{kind} {{{', '.join(names)}}}, {address};"]
+
+
+def _load_scales(row: int) -> list[str]:
+    return _load(row, [f"scale{4 * row + i}" for i in range(4)], f"[from{row} + {LATENT}]")
+
+
+def _load_half(row: int, half: int, place: int) -> list[str]:
+    """16 codes of each of four blocks, into the registers of one of three places."""
+    text = [f"add.u64 address, from{row}, sixteen;"]
+    for index in range(4):
+        names = [f"c{16 * place + 4 * index + i}" for i in range(4)]
+        text += _load(row, names, f"[address + {64 * (4 * half + index)}]")
+    return text
+
+
+def _load_rope(row: int) -> list[str]:
     text = []
-    at = 2 * BAND * number
-    for block in range(BLOCKS - 1):
-        scale = f"scale{4 * row + block // 2}"
-        for word in range(2):
-            text.append(f"mov.b32 {{lo, hi}}, c{16 * row + 2 * block + word};")
+    for piece in range(2):
+        names = [f"rope{8 * row + 4 * piece + i}" for i in range(4)]
+        text += [f"add.u64 address, from{row}, in{piece};", *_load(row, names, f"[address + {ROPE}]")]
+    return text
+
+
+def _store_half(row: int, half: int, place: int) -> list[str]:
+    text = []
+    for index in range(4):
+        block = 4 * half + index
+        for word in range(4):
+            text.append(f"mov.b32 {{lo, hi}}, c{16 * place + 4 * index + word};")
             text.append("cvt.rn.f16x2.e4m3x2 pair0, lo;  cvt.rn.f16x2.e4m3x2 pair1, hi;")
             text.append("mov.b32 {h0, h1}, pair0;  mov.b32 {h2, h3}, pair1;")
-            text += [f"cvt.f32.f16 f{i}, h{i};  mul.rn.f32 f{i}, f{i}, {scale};" for i in range(4)]
-            text += [f"cvt.rn.bf16x2.f32 d{2 * word + i}, f{2 * i + 1}, f{2 * i};" for i in range(2)]
-        text.append(f"st.shared.v4.b32 [to + {at + 1024 * block}], {{d0, d1, d2, d3}};")
-    ropes = ", ".join(f"rope{4 * row + i}" for i in range(4))
-    text.append(f"st.shared.v4.b32 [to + {at + 1024 * (BLOCKS - 1)}], {{{ropes}}};")
+            text += [f"cvt.f32.f16 f{i}, h{i};  mul.rn.f32 f{i}, f{i}, scale{4 * row + block // 2};" for i in range(4)]
+            text += [f"cvt.rn.bf16x2.f32 d{2 * (word % 2) + i}, f{2 * i + 1}, f{2 * i};" for i in range(2)]
+            if word % 2:
+                to = ("even", "odd")[word // 2]
+                text.append(f"st.shared.v4.b32 [{to} + {BAND * row + 1024 * block}], {{d0, d1, d2, d3}};")
     return text
 
 
-def start_tile(records: Any, slots: Any, tiles: Any, stage: Any, row: Any, first: Any, is_interpreted: bool) -> None:
-    """Begins to fill `tiles[stage]` with the records of slots[row, first : first + 64].
+def slots_of_tile(slots: Any, row: Any, first: Any) -> Any:
+    """i32[64], as `start_tile` wants them: to be read before the stage is waited for, as it takes a while."""
+    return plgpu.load(slots.at[row, pl.ds(first, TILE)], layout=ONE_A_ROW, optimized=False)
 
-    records   the pool in device memory
-    slots     i32[R, K] in device memory
-    tiles     bf16[stages, 64, 576] in shared memory, a `wgmma_operand`
+
+def start_tile(records: Any, tiles: Any, stage: Any, listed: Any, following: Any, is_interpreted: bool) -> None:
+    """Begins to fill `tiles[stage]` with the records of the slots `listed`.
+
+    records     the pool in device memory
+    tiles       bf16[stages, 64, 576] in shared memory, a `wgmma_operand`
+    listed      i32[64] of `slots_of_tile`, and
+    following   those of the tile that comes after; any list where none does
     """
     if is_interpreted:
-        _interpreted_tile(records, slots, tiles, stage, row, first)
+        _interpreted_tile(records, tiles, stage, listed)
         return
-    text = convert_fp8() if records.dtype == jnp.uint32 else issue_bf16()
-    splat = plgpu.Layout.WG_SPLAT
-    length = slots.shape[1]
+    is_fp8 = records.dtype == jnp.uint32
+    text = convert_fp8() if is_fp8 else copy_bf16()
+    reference_type, splat = plgpu.RefType(), plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), splat, splat))
-    def emit(context, records, slots, tiles, stage, at):
+    @plgpu.inline_mgpu(arg_types=(reference_type, reference_type, splat, ONE_A_ROW, ONE_A_ROW))
+    def emit(context, records, tiles, stage, listed, following):
         del context
-        pool, lists, tile = utils.memref_ptr(records), utils.memref_ptr(slots), utils.memref_ptr(tiles)
-        stage, at = stage.registers.item(), at.registers.item()
-        utils.inline_ptx(text, pool, lists, tile, stage, at, has_side_effects=True)
+        stage = stage.registers.item()
+        rows = [utils.bitcast(register, stage.type) for register in listed.registers.flat]
+        if is_fp8:
+            rows += [utils.bitcast(register, stage.type) for register in following.registers.flat]
+        pool, tile = utils.memref_ptr(records), utils.memref_ptr(tiles)
+        utils.inline_ptx(text, pool, tile, stage, *rows, has_side_effects=True)
 
-    emit(records, slots, tiles.ref, stage, row * length + first)
+    emit(records, tiles.ref, stage, listed, following)
 
 
 def finish(is_interpreted: bool, pending: int = 0) -> None:
@@ -148,9 +207,8 @@ def finish(is_interpreted: bool, pending: int = 0) -> None:
     emit()
 
 
-def _interpreted_tile(records: Any, slots: Any, tiles: Any, stage: Any, row: Any, first: Any) -> None:
-    """Three accesses a tile, as each takes the interpreter milliseconds: it reads the whole pool, small in a test."""
-    listed = slots[row, pl.ds(first, TILE)]
+def _interpreted_tile(records: Any, tiles: Any, stage: Any, listed: Any) -> None:
+    """One access reads the whole pool, small in a test, as each takes the interpreter milliseconds."""
     stored = records[...].at[jnp.maximum(listed, 0)].get(mode="clip")
     rows = jnp.where(listed[:, None] >= 0, reference.decode(stored, WIDTH, LATENT), 0.0)
     tiles[stage] = rows.astype(jnp.bfloat16)

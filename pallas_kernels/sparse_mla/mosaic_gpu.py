@@ -81,6 +81,7 @@ class Refs:
     heads_full: Any
     tiles_full: Any
     tiles_empty: Any
+    first_products_done: Any  # by the first attending warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +152,7 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
             heads_full=plgpu.Barrier(num_arrivals=1),
             tiles_full=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
             tiles_empty=plgpu.Barrier(num_arrivals=MATH, num_barriers=STAGES),
+            first_products_done=plgpu.Barrier(num_arrivals=1),
         ),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(
@@ -179,16 +181,19 @@ def tiles_to_do(shape: Shape, refs: Refs, place: Place) -> Any:
 
 
 def fill(shape: Shape, refs: Refs, place: Place) -> None:
-    """Keeps the tiles full."""
+    """Keeps the tiles full. The slots of a tile are read one tile ahead."""
     heads = refs.query.at[place.row, pl.ds(place.group * HEADS, HEADS)]
     plgpu.copy_gmem_to_smem(heads, refs.heads, refs.heads_full)
-    start(shape, refs, place, 0)
+    listed = slots_of_tile(shape, refs, place, 0)
+    following = slots_of_tile(shape, refs, place, 1)
+    start(shape, refs, 0, listed, following)
     count = tiles_to_do(shape, refs, place)
+    listed, following = following, slots_of_tile(shape, refs, place, 2)
     if shape.record_format == "bf16":
         # Two tiles are under way before the first is waited for; later ones start while the math is busy.
         @pl.when(count > 1)
         def _():
-            start(shape, refs, place, 1)
+            start(shape, refs, 1, listed, following)
             gather.finish(shape.is_interpreted, pending=1)
 
         @pl.when(count == 1)
@@ -202,19 +207,21 @@ def fill(shape: Shape, refs: Refs, place: Place) -> None:
 
         @pl.when(count > 1)
         def _():
-            start(shape, refs, place, 1)
+            start(shape, refs, 1, listed, following)
 
-    @pl.loop(1, count)
-    def _(index):
-        stage = index % STAGES
+    def fill_next(index, carry):
+        listed, following = carry, slots_of_tile(shape, refs, place, index + 2)
         gather.finish(shape.is_interpreted)
-        plgpu.barrier_arrive(refs.tiles_full.at[stage])
+        plgpu.barrier_arrive(refs.tiles_full.at[index % STAGES])
 
         @pl.when(index + 1 < count)
         def _():
             plgpu.barrier_wait(refs.tiles_empty.at[(index + 1) % STAGES])
-            start(shape, refs, place, index + 1)
+            start(shape, refs, index + 1, listed, following)
 
+        return following
+
+    lax.fori_loop(1, count, fill_next, following)
     # The last use of each buffer is waited for as well: no completion of a barrier may stay unobserved.
     for left in range(STAGES):
 
@@ -223,10 +230,15 @@ def fill(shape: Shape, refs: Refs, place: Place) -> None:
             plgpu.barrier_wait(refs.tiles_empty.at[left])
 
 
-def start(shape: Shape, refs: Refs, place: Place, index: Any) -> None:
+def slots_of_tile(shape: Shape, refs: Refs, place: Place, index: Any) -> Any:
+    """Of this block's index-th tile; of the last one of the list where there is none."""
     first = jnp.minimum(place.first_tile(shape) + index, shape.tiles - 1) * TILE
+    return gather.slots_of_tile(refs.slots, place.row, first)
+
+
+def start(shape: Shape, refs: Refs, index: Any, listed: Any, following: Any) -> None:
     stage = jnp.int32(index) % STAGES
-    gather.start_tile(refs.records, refs.slots, refs.tiles, stage, place.row, first, shape.is_interpreted)
+    gather.start_tile(refs.records, refs.tiles, stage, listed, following, shape.is_interpreted)
 
 
 # The attending role.
@@ -243,6 +255,12 @@ def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
     to_exponent = jnp.float32(shape.scale * math.log2(math.e))
     plgpu.barrier_wait(refs.heads_full)
 
+    # Once, the second warpgroup waits for the first one's products: together they would be done no sooner, and side by
+    # side both would leave the tensor cores idle during their softmax, tile after tile.
+    @pl.when(role == 1)
+    def _():
+        plgpu.barrier_wait(refs.first_products_done)
+
     def attend_tile(index, carry):
         total, peak, mass = carry
         stage = index % STAGES
@@ -250,7 +268,13 @@ def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
         slots = plgpu.load(refs.slots.at[place.row, pl.ds(first, TILE)], layout=COLUMNS, optimized=False)
         plgpu.barrier_wait(refs.tiles_full.at[stage])
         is_listed = lax.broadcast_in_dim(slots >= 0, (HEADS, TILE), (1,))
-        logits = jnp.where(is_listed, logits_of_tile(refs, stage) * to_exponent, -jnp.inf)
+        products = logits_of_tile(refs, stage)
+
+        @pl.when((role == 0) & (index == 0))
+        def _():
+            plgpu.barrier_arrive(refs.first_products_done)
+
+        logits = jnp.where(is_listed, products * to_exponent, -jnp.inf)
         higher = jnp.maximum(peak, jnp.max(logits, axis=1))
         base = jnp.where(higher == -jnp.inf, 0.0, higher)  # nothing listed so far: no infinity less infinity
         weights = jnp.exp2(logits - over_columns(base, TILE))
@@ -277,6 +301,8 @@ def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
 
 
 def logits_of_tile(refs: Refs, stage: Any) -> Any:
+    """f32[64, TILE] products of this block's queries and the tile's rows."""
+
     def multiply(product):
         plgpu.wgmma(product, refs.heads, refs.tiles.at[stage].T)
         return product[...]

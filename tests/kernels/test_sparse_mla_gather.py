@@ -13,7 +13,7 @@ import pytest
 from pallas_kernels.sparse_mla import cases, gather
 
 THREADS = 128
-POOL, LISTS = 4096, 2**20  # where the two arrays begin in the evaluator's device memory
+POOL = 4096  # where the pool begins in the evaluator's device memory
 
 
 class Threads:
@@ -21,10 +21,13 @@ class Threads:
 
     def __init__(self, device: np.ndarray, shared: np.ndarray):
         self.device, self.shared, self.registers = device, shared, {}
+        self.touched, self.asked = 0, []
 
-    def run(self, text: str, *operands: int) -> None:
+    def run(self, text: str, *operands: int | np.ndarray) -> None:
         for index, value in enumerate(operands):
-            text = text.replace(f"${index}", str(value))
+            if isinstance(value, np.ndarray):
+                self.set(f"operand{index}", value.astype(np.uint32))
+            text = text.replace(f"${index}", f"operand{index}" if isinstance(value, np.ndarray) else str(value))
         for line in text[1:-1].split(";"):
             line = line.strip()
             if line and not line.startswith(".reg"):
@@ -69,6 +72,11 @@ class Threads:
             case "setp.ge.s32":
                 self.set(one[0], self.value(one[1], u32).view(np.int32) >= 0)
                 assert one[2] == "0"
+            case "setp.lt.and.u32":
+                smaller = self.value(one[1], u32) < self.value(one[2], u32)
+                self.set(one[0], smaller & self.value(one[3]).astype(bool))
+            case "prefetch.global.L2":
+                self.asked.append((self.address(one[0])[active] - POOL) // 128)
             case "selp.b32":
                 self.set(one[0], np.where(self.value(one[3]).astype(bool), self.value(one[1]), self.value(one[2])))
             case "cvt.rn.f16x2.e4m3x2":
@@ -129,7 +137,7 @@ class Threads:
         # 8 threads share a cycle of shared memory: their pieces must lie in different banks.
         assert all(len(set(group)) == 8 for group in (address // 16 % 8).reshape(-1, 8)), "a store has bank conflicts"
         self.shared[address[:, None] + np.arange(piece.shape[1])] = piece
-        self.touched = getattr(self, "touched", 0) + piece.size
+        self.touched += piece.size
 
 
 def unswizzled(tile: np.ndarray) -> np.ndarray:
@@ -140,23 +148,33 @@ def unswizzled(tile: np.ndarray) -> np.ndarray:
     return pieces.transpose(0, 2, 1, 3, 4).reshape(64, 576)
 
 
+def rows_of_threads(slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """i32[64] -> what 128 threads hold of it where wgmma's layout has one value a row."""
+    row = np.arange(THREADS) // 32 * 16 + np.arange(THREADS) % 32 // 4
+    return slots[row], slots[row + 8]
+
+
 @pytest.mark.parametrize("record_format", ["bf16", "fp8"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_ptx_fills_a_tile_with_the_rows_of_the_list(record_format, stage):
     case = cases.Case("gather", record_format, ((100, 128),))
     inputs = cases.make(case)
-    device, shared = np.zeros(2**21, np.uint8), np.full(3 * 64 * 1152, 0xEE, np.uint8)
-    for start, array in ((POOL, inputs.records), (LISTS, inputs.slots)):
-        device[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    device, shared = np.zeros(2**20, np.uint8), np.full(3 * 64 * 1152, 0xEE, np.uint8)
+    device[POOL : POOL + inputs.records.nbytes] = inputs.records.reshape(-1).view(np.uint8)
     threads = Threads(device, shared)
-    text = gather.convert_fp8() if record_format == "fp8" else gather.issue_bf16()
-    row, first = 0, 64  # the list ends inside this tile
-    threads.run(text, POOL, LISTS, 0, stage, row * case.places + first)
+    text = gather.convert_fp8() if record_format == "fp8" else gather.copy_bf16()
+    listed = inputs.slots[0, 0, 64:]  # the list ends in this tile
+    following = inputs.slots[0, 0, 40:104]
+    threads.run(text, POOL, 0, stage, *rows_of_threads(listed), *rows_of_threads(following))
 
     tile = unswizzled(shared[stage * 64 * 1152 : (stage + 1) * 64 * 1152])
-    listed = inputs.slots[0, row, first : first + 64]
     wanted = np.stack([inputs.rows.get(slot, np.zeros(576)) for slot in listed.tolist()]).astype(np.float32)
     np.testing.assert_array_equal(tile.view(np.uint16), wanted.astype(ml_dtypes.bfloat16).view(np.uint16))
     assert threads.touched == 64 * 1152, "each byte is written once"
     others = np.delete(shared.reshape(3, -1), stage, axis=0)
     assert (others == 0xEE).all(), "another stage was written"
+    if record_format == "fp8":
+        asked = set(np.concatenate(threads.asked).tolist())
+        first = following[following >= 0] * 656 // 128
+        assert asked <= {line for start in first for line in range(start, start + 6)}
+        assert asked >= {line for start in first for line in range(start, start + 5)}
