@@ -4,6 +4,8 @@ import importlib
 import json
 import linecache
 import sys
+import threading
+import time
 
 import pytest
 
@@ -79,6 +81,24 @@ def test_an_interrupted_replay_keeps_the_layers_that_are_done(echo_jax, tmp_path
     assert [json.loads(line)["key"]["layer"] for line in path.read_text().splitlines()] == [0]
     done = echo_jax(*SMALL, "--jobs", 1, "--output", path)
     assert done.status == 0 and len(calls) == 3 and len(done.rows("replay")) == 2
+
+
+def test_an_interruption_stops_the_other_layers_at_their_next_chunk(echo_jax, monkeypatch):
+    both, stopped = threading.Barrier(2), []
+
+    def interrupted(plan, source, steps, *, progress):
+        if both.wait(timeout=60) == 0:
+            raise KeyboardInterrupt
+        try:
+            for _ in range(1000):
+                progress(0)
+                time.sleep(0.01)
+        except job_lib.Stopped:
+            stopped.append(True)
+            raise
+
+    monkeypatch.setattr(job_lib.run, "run_layer", interrupted)
+    assert echo_jax(*SMALL, "--jobs", 2).status == 130 and stopped == [True]
 
 
 def test_a_users_class_by_name_and_a_changed_one_is_not_taken_for_the_old(echo_jax, tmp_path, monkeypatch):
