@@ -52,9 +52,8 @@ def test_kernels_compile_without_warnings_or_spills(source, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", done.stderr)]
-    assert spilled
     if source.parent.name == "src":
-        assert max(spilled) == 0, done.stderr
+        assert spilled and max(spilled) == 0, done.stderr
 
 
 @needs_nvcc
