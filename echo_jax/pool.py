@@ -202,8 +202,9 @@ def _mark(mask: jax.Array, slots: jax.Array) -> jax.Array:
     return mask.at[jnp.where(slots == NO_SLOT, mask.shape[0], slots)].set(True, mode="drop")
 
 
-def _allocate_by_library(maps: SlotMaps, rows, priority, staged, per_seat: int, new_per_seat: int):
-    results = _ffi.allocate(*_leaves(maps), rows, priority, staged, per_seat=per_seat, new_per_seat=new_per_seat)
+def _allocate_by_library(maps: SlotMaps, rows, priority, staged, per_seat: int, new_per_seat: int, blocks: int = 0):
+    sizes = {"per_seat": per_seat, "new_per_seat": new_per_seat, "blocks": blocks}
+    results = _ffi.allocate(*_leaves(maps), rows, priority, staged, **sizes)
     slot_of, host_of, updated_priority, free, slots, fill_rows, fill_slots, mention, source, counts = results
     to_fill, hits, useful, recalled, written, evicted = (counts[index] for index in range(6))
     fills = Fills(fill_rows, fill_slots, mention, source, to_fill)

@@ -23,8 +23,15 @@ inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 #ifndef ECHO_EMULATE
 __device__ inline unsigned BlockOfCluster() { return __clusterRelativeBlockRank(); }
-__device__ inline void ClusterArrive() { __cluster_barrier_arrive(); }
-__device__ inline void ClusterWait() { __cluster_barrier_wait(); }
+// The lanes of a warp come together.
+__device__ inline void ClusterArrive() {
+  __syncwarp();
+  __cluster_barrier_arrive();
+}
+__device__ inline void ClusterWait() {
+  __syncwarp();
+  __cluster_barrier_wait();
+}
 
 // The same variable of another block's shared memory.
 template <typename T>
@@ -42,6 +49,7 @@ __device__ inline void CopyAsync16(void* shared, const void* global, int bytes) 
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 }
+__device__ inline void FetchToL2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 __device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #endif
 

@@ -41,7 +41,7 @@ __device__ void Prepare(Block<kBlocks>& block) {
     const int slots = task.device_slots - block.SlotAt(word * 32);  // from here to the end
     block.is_protected[word] = slots >= 32 ? 0u : slots <= 0 ? ~0u : ~0u << slots;
   }
-  if (threadIdx.x == 0) shared.missing_of_all = 0;
+  if (threadIdx.x == 0) shared.missing_of_all = shared.hits = 0;
   if (threadIdx.x < kBlocks) shared.new_of_blocks[threadIdx.x] = 0;
   if (block.rank == 0 && threadIdx.x < 8) task.counts[threadIdx.x] = 0;
 }
@@ -57,6 +57,16 @@ __device__ void LoadKeys(Block<kBlocks>& block) {
   }
 }
 
+// Brings what Rank will ask about staged rows as far as the L2.
+template <int kBlocks>
+__device__ void FetchStaged(Block<kBlocks>& block) {
+  const AllocateTask& task = block.task;
+  const int e = block.rank * kThreads + threadIdx.x;
+  if (e >= task.staged_length) return;
+  const int32_t row = task.staged[e];
+  if (block.IsRow(row)) FetchToL2(task.slot_of + row);
+}
+
 template <int kBlocks>
 __device__ void PaintFills(Block<kBlocks>& block) {
   const AllocateTask& task = block.task;
@@ -65,10 +75,13 @@ __device__ void PaintFills(Block<kBlocks>& block) {
   }
 }
 
+// The entries of a warp's run, kTogether rounds of 32 at a time: what they load is under way together.
+inline constexpr int kTogether = 4;
+
 template <int kBlocks>
 __device__ void Look(Block<kBlocks>& block) {
-  constexpr int kTogether = 4;  // rounds whose loads are under way together
   const AllocateTask& task = block.task;
+  auto& shared = block.shared;
   Prepare(block);
   ClusterArrive();
   LoadKeys(block);
@@ -85,8 +98,16 @@ __device__ void Look(Block<kBlocks>& block) {
     for (int i = 0; i < kTogether; ++i) slot[i] = block.IsRow(row[i]) ? __ldcg(task.slot_of + row[i]) : kNoSlot;
     if (!is_started) {
       PaintFills(block);
+      FetchStaged(block);
       ClusterWait();  // the others' shared memory is ready to be marked
       is_started = true;
+    }
+    uint32_t marks[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (slot[i] < 0 || slot[i] >= task.device_slots) continue;
+      uint32_t* word = Remote(block.is_protected + block.DealtAt(slot[i]) / 32, block.OwnerOf(slot[i]));
+      marks[i] = atomicOr(word, 1u << (slot[i] & 31));
     }
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
@@ -97,9 +118,7 @@ __device__ void Look(Block<kBlocks>& block) {
         fresh += block.IsNew(m);
         if (slot[i] >= 0 && slot[i] < task.device_slots) {
           seen = slot[i];
-          uint32_t* word = Remote(block.is_protected + block.DealtAt(seen) / 32, block.OwnerOf(seen));
-          const uint32_t bit = 1u << (seen & 31);
-          if (!(atomicOr(word, bit) & bit)) {
+          if (!(marks[i] >> (seen & 31) & 1)) {
             ++hits;
             task.priority[seen] = kFreePriority;
           }
@@ -118,23 +137,37 @@ __device__ void Look(Block<kBlocks>& block) {
   hits = __reduce_add_sync(kAllLanes, hits);
   fresh = __reduce_add_sync(kAllLanes, fresh);
   if (Lane() < kBlocks) {
-    if (missing > 0) atomicAdd(Remote(&block.shared.missing_of_all, Lane()), missing);
-    if (fresh > 0) atomicAdd(Remote(&block.shared.new_of_blocks[block.rank], Lane()), fresh);
+    if (missing > 0) atomicAdd(Remote(&shared.missing_of_all, Lane()), missing);
+    if (fresh > 0) atomicAdd(Remote(&shared.new_of_blocks[block.rank], Lane()), fresh);
   }
   if (Lane() == 0) {
-    block.shared.warp_new[Warp()] = fresh;
-    if (hits > 0) atomicAdd(task.counts + kHits, hits);
-    if (fresh > 0) atomicAdd(task.counts + kWritten, fresh);
+    shared.warp_new[Warp()] = fresh;
+    if (hits > 0) atomicAdd(&shared.hits, hits);
   }
   WaitForCopies();
 }
 
 // ---- Rank --------------------------------------------------------------------------------------------------------------
 
-// The priority that a mention gives to its resident row.
+// Of a resident row's mention: its priority reaches the slot.
 template <int kBlocks>
-__device__ void TouchResident(Block<kBlocks>& block, int mention, int32_t seen) {
-  if (seen >= 0) atomicMax(block.task.priority + seen, Clamped(block.task.touched[mention]));
+__device__ void TouchResident(Block<kBlocks>& block, int32_t seen, int32_t given) {
+  if (seen >= 0) atomicMax(block.task.priority + seen, Clamped(given));
+}
+
+template <int kBlocks>
+__device__ void TouchResidents(Block<kBlocks>& block) {
+  for (int round = block.run_begin; round < block.run_end; round += 32 * kTogether) {
+    int32_t seen[kTogether], given[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int m = round + 32 * i + Lane();
+      seen[i] = m < block.run_end ? block.seen[m - block.begin] : kNoSlot;
+      given[i] = seen[i] >= 0 ? block.task.touched[m] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) TouchResident(block, seen[i], given[i]);
+  }
 }
 
 template <int kBlocks>
@@ -142,21 +175,28 @@ __device__ void Rank(Block<kBlocks>& block) {
   auto& shared = block.shared;
   const AllocateTask& task = block.task;
   int first_in_warp = 0, fill_in_warp = 0;
-  for (int round = block.run_begin; round < block.run_end; round += 32) {
-    const int m = round + Lane();
-    bool is_first = false, must_fill = false;
-    if (m < block.run_end) {
-      int32_t& seen = block.seen[m - block.begin];
-      if (seen == kMissing) {
-        seen = __ldcg(task.slot_of + task.rows[m]);
-        is_first = seen == block.MarkerOf(m);
-        if (!is_first) atomicMax(block.best() + block.MentionOf(seen), Clamped(task.touched[m]));
-      }
-      must_fill = is_first || (seen != kNoSlot && block.IsNew(m));
-      TouchResident(block, m, seen);
+  for (int round = block.run_begin; round < block.run_end; round += 32 * kTogether) {
+    int32_t seen[kTogether], given[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int m = round + 32 * i + Lane();
+      seen[i] = m < block.run_end ? block.seen[m - block.begin] : kNoSlot;
+      given[i] = seen[i] != kNoSlot ? task.touched[m] : 0;
+      if (seen[i] == kMissing) seen[i] = __ldcg(task.slot_of + task.rows[m]);
     }
-    first_in_warp += __popc(__ballot_sync(kAllLanes, is_first));
-    fill_in_warp += __popc(__ballot_sync(kAllLanes, must_fill));
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int m = round + 32 * i + Lane();
+      const bool is_first = seen[i] < kNoSlot && seen[i] == block.MarkerOf(m);
+      if (seen[i] < kNoSlot) {
+        block.seen[m - block.begin] = seen[i];
+        if (!is_first) atomicMax(block.best() + block.MentionOf(seen[i]), Clamped(given[i]));
+      }
+      TouchResident(block, seen[i], given[i]);
+      const bool must_fill = is_first || (seen[i] != kNoSlot && block.IsNew(m));
+      first_in_warp += __popc(__ballot_sync(kAllLanes, is_first));
+      fill_in_warp += __popc(__ballot_sync(kAllLanes, must_fill));
+    }
   }
   if (Lane() == 0) {
     shared.warp_first[Warp()] = first_in_warp;
@@ -206,12 +246,16 @@ __device__ void Finish(Block<kBlocks>& block, const int* warp_first, const int* 
   const AllocateTask& task = block.task;
   const bool any_missing = warp_first != nullptr;
   int next_first = any_missing ? shared.first_before[block.rank] + PrefixOfWarps(warp_first).before : 0;
-  int next_fill = PrefixOfWarps(warp_fill).before, fills = 0;
+  int next_fill = PrefixOfWarps(warp_fill).before, fills = 0, fresh = 0;
   for (int peer = 0; peer < kBlocks; ++peer) {
     if (peer == block.rank) next_fill += fills;
     fills += fill_of_blocks[peer];
+    fresh += shared.new_of_blocks[peer];
   }
-  if (block.rank == 0 && threadIdx.x == 0) task.counts[kToFill] = fills;
+  if (block.rank == 0 && threadIdx.x == 0) {
+    task.counts[kToFill] = fills;
+    task.counts[kWritten] = fresh;
+  }
   const int new_rows = task.length / task.per_seat * task.new_per_seat;
   int useful = 0, recalled = 0;
   for (int round = block.run_begin; round < block.run_end; round += 32) {
@@ -267,11 +311,10 @@ __device__ void AllocateInCluster(const AllocateTask& task) {
   auto& shared = block.shared;
   Look(block);
   ClusterSync();
+  if (threadIdx.x == 0 && shared.hits > 0) atomicAdd(task.counts + kHits, shared.hits);
   const int missing = shared.missing_of_all;  // mentions: at least as many as rows
   if (missing == 0) {
-    for (int m = block.run_begin + Lane(); m < block.run_end; m += 32) {
-      TouchResident(block, m, block.seen[m - block.begin]);
-    }
+    TouchResidents(block);
     Finish(block, nullptr, shared.warp_new, shared.new_of_blocks, [](int) { return kNoSlot; });
     return;
   }

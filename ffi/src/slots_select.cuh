@@ -67,7 +67,6 @@ __device__ uint64_t BoundOf(Block<kBlocks>& block, uint64_t value, int wanted) {
     }
     found = below;
     is_active = is_active && bin == chosen.number;
-    __syncthreads();  // the histogram is used again
   }
 }
 
@@ -110,6 +109,7 @@ __device__ void Propose(Block<kBlocks>& block, int wanted) {
     int rank = 0;
     for (int other = 0; other < count; ++other) rank += shared.chosen[other] < own;
     if (rank < wanted) {
+      FetchToL2(task.host_of + static_cast<uint32_t>(own));  // who leaves, should it be taken
 #pragma unroll 4
       for (int peer = 0; peer < kBlocks; ++peer) {
         *Remote(&shared.proposed_of_blocks[block.rank * wanted + rank], peer) = own;

@@ -57,6 +57,7 @@ struct alignas(16) AllocateShared {
   int32_t taken_of_blocks[kBlocks];
   Range range_of_blocks[kBlocks];
   int32_t missing_of_all;  // mentions, counted by every block for every other
+  int32_t hits;            // of this block's mentions
   int32_t warp_new[kWarps];
   int32_t warp_first[kWarps];
   int32_t warp_fill[kWarps];

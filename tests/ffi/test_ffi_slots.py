@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from echo_jax import pool
 from echo_jax.types import NO_ROW, SlotMaps
-from tests import test_slot_manager as histories
+from tests import slot_histories as histories
 from tests.ffi.conftest import CPU, on_device
+from tests.test_slot_manager import assert_equal
 
 HOST_ROWS, SLOTS = 64, 8
 
@@ -55,7 +56,7 @@ def test_without_donation_the_argument_stays(device):
     maps = some_maps()
     kept = jax.tree.map(np.array, maps)
     jax.block_until_ready(jax.jit(allocate)(maps, numbers(9, 10, 11, 12), numbers(9, 9, 9, 9)))
-    histories.assert_equal(jax.device_get(maps), kept)
+    assert_equal(jax.device_get(maps), kept)
 
 
 REFUSED = {
@@ -81,7 +82,7 @@ def test_refused_and_nothing_changed(library, case):
     with pytest.raises(Exception, match=message):
         lists = (numbers(*values) for values in arguments)
         jax.block_until_ready(jax.jit(functools.partial(allocate, **sizes))(maps, *lists))
-    histories.assert_equal(jax.device_get(maps), kept)
+    assert_equal(jax.device_get(maps), kept)
 
 
 def test_maps_of_different_lengths_are_refused(library):
@@ -101,7 +102,7 @@ def test_any_negative_row_is_padding(device):
 def test_an_empty_list(device):
     maps = some_maps()
     after, allocation = jax.jit(allocate)(maps, numbers(), numbers())
-    histories.assert_equal(jax.device_get(after), jax.device_get(maps))
+    assert_equal(jax.device_get(after), jax.device_get(maps))
     assert int(allocation.fills.count) == int(allocation.hits) == int(allocation.evicted) == 0
 
 
@@ -114,7 +115,7 @@ def test_vmap_is_one_call_after_another(device):
     for index, row in enumerate(rows):
         expected = jax.jit(allocate)(one, on_device(row), on_device(row))
         got = jax.tree.map(lambda leaf, index=index: leaf[index], (maps, allocation))
-        histories.assert_equal(jax.device_get(got), jax.device_get(expected))
+        assert_equal(jax.device_get(got), jax.device_get(expected))
 
 
 def test_shard_map_each_device_its_own_maps(library):
@@ -134,7 +135,7 @@ def test_shard_map_each_device_its_own_maps(library):
     maps, slots, hits = jax.device_get(run(maps, lists))
     for index, row in enumerate(rows):
         expected, allocation = jax.device_get(jax.jit(allocate)(one, on_device(row), on_device(row)))
-        histories.assert_equal(jax.tree.map(lambda leaf, index=index: np.split(leaf, 4)[index], maps), expected)
+        assert_equal(jax.tree.map(lambda leaf, index=index: np.split(leaf, 4)[index], maps), expected)
         assert slots.reshape(4, -1)[index].tolist() == allocation.slots.tolist() and hits[index] == allocation.hits
 
 
@@ -209,7 +210,7 @@ def test_the_kernel_of_the_gpu_emulated(library, emulator, case, is_tight):
         staged = histories.draw_staged(random, case, rows)
         expected = jax.device_get(by_twin(*jax.device_put((maps, rows, priority, staged), CPU)))
         got = emulate(emulator, maps, rows, priority, staged, **sizes, blocks=2, shared_limit=limit, seed=step)
-        histories.assert_equal(got, expected)
+        assert_equal(got, expected)
         maps = expected[0]
 
 
@@ -229,5 +230,5 @@ def test_the_kernel_of_the_gpu_emulated_in_full(library, emulator, case, blocks)
         got = emulate(
             emulator, maps, rows, priority, staged, **sizes, blocks=blocks, shared_limit=GPU_SHARED_BYTES, seed=1
         )
-        histories.assert_equal(got, expected)
+        assert_equal(got, expected)
         maps = expected[0]

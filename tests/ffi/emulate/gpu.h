@@ -2,7 +2,7 @@
 // cluster.cuh. Knows fibers and barriers; nothing of what runs on it.
 //
 // Every GPU thread is a fiber. A fiber runs until it waits for others: its warp (shuffles, votes), its block, its cluster.
-// Fibers are woken in a drawn order, so a barrier that is missing tends to show. What a GPU leaves undefined ends the run
+// Warps and blocks run as far apart as barriers let them, in a drawn order, so a barrier that is missing tends to show. What a GPU leaves undefined ends the run
 // with a message: a barrier that not all reach, and another block's shared memory asked for before that block is known to
 // have started or after it ended. Memory itself is ordinary: what this cannot show is a stale cache line.
 #ifndef ECHO_TESTS_EMULATE_GPU_H_
@@ -18,6 +18,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -97,22 +98,14 @@ class Gpu {
       fiber.context.uc_link = nullptr;
       makecontext(&fiber.context, &Gpu::Enter, 0);
     }
-    std::vector<size_t> order(fibers_.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-    std::shuffle(order.begin(), order.end(), random_);
-    for (size_t left = fibers_.size(); left > 0;) {
+    std::vector<size_t> blocks(shared_.size());
+    std::iota(blocks.begin(), blocks.end(), 0);
+    left_ = fibers_.size();
+    while (left_ > 0) {
       bool has_moved = false;
-      for (const size_t i : order) {
-        Fiber& fiber = fibers_[i];
-        if (fiber.is_done || (fiber.waits_for != nullptr && fiber.waits_for->generation == fiber.generation)) continue;
-        fiber.waits_for = nullptr;
-        Resume(fiber);
-        if (!error_.empty()) throw std::runtime_error(error_);
-        left -= fiber.is_done;
-        has_moved = true;
-      }
+      std::shuffle(blocks.begin(), blocks.end(), random_);
+      for (const size_t block : blocks) has_moved |= RunBlock(block);
       if (!has_moved) throw std::runtime_error("threads wait for a barrier that not all of them reach");
-      std::rotate(order.begin(), order.begin() + static_cast<long>(random_() % order.size()), order.end());
     }
   }
 
@@ -170,6 +163,35 @@ class Gpu {
     _longjmp(gpu.scheduler_, 1);
   }
 
+  // A warp runs until all its lanes wait, then another; until all warps wait. False where none could run.
+  bool RunBlock(size_t block) {
+    std::vector<size_t> warps(kBlockThreads / 32);
+    std::iota(warps.begin(), warps.end(), block * warps.size());
+    bool has_moved = false;
+    for (bool again = true; again;) {
+      again = false;
+      std::shuffle(warps.begin(), warps.end(), random_);
+      for (const size_t warp : warps) {
+        while (RunWarp(warp)) again = has_moved = true;
+      }
+    }
+    return has_moved;
+  }
+
+  bool RunWarp(size_t warp) {
+    bool has_moved = false;
+    for (size_t i = warp * 32; i < warp * 32 + 32; ++i) {
+      Fiber& fiber = fibers_[i];
+      if (fiber.is_done || (fiber.waits_for != nullptr && fiber.waits_for->generation == fiber.generation)) continue;
+      fiber.waits_for = nullptr;
+      Resume(fiber);
+      if (!error_.empty()) throw std::runtime_error(error_);
+      left_ -= fiber.is_done;
+      has_moved = true;
+    }
+    return has_moved;
+  }
+
   [[gnu::noinline]] void Resume(Fiber& fiber) {
     running_ = &fiber;
     if (_setjmp(scheduler_) != 0) return;
@@ -197,6 +219,7 @@ class Gpu {
   Barrier cluster_;
   jmp_buf scheduler_;
   Fiber* running_ = nullptr;
+  size_t left_ = 0;
   std::string error_;
 };
 
@@ -313,6 +336,7 @@ inline void CopyAsync16(void* shared, const void* global, int bytes) {
   std::memset(shared, 0, 16);
   std::memcpy(shared, global, static_cast<size_t>(bytes));
 }
+inline void FetchToL2(const void*) {}
 inline void WaitForCopies() {}
 
 }  // namespace echo_ffi
