@@ -201,7 +201,6 @@ template <typename Mark>
 __device__ void Emit(Shared& shared, uint32_t places, int32_t position_of_place_0, Counts before, uint32_t ties,
                      int32_t* positions, Mark mark) {
   for (uint32_t start = 0; start < places; start += kWindow) {
-    __syncthreads();  // what lay where the bits lie has been read
     auto* const above_words = reinterpret_cast<uint4*>(shared.bits.above);
     auto* const tie_words = reinterpret_cast<uint4*>(shared.bits.ties);
     above_words[threadIdx.x] = tie_words[threadIdx.x] = uint4{0, 0, 0, 0};
@@ -271,7 +270,6 @@ __device__ inline Found FindAmongListed(Shared& shared, const Theirs& theirs, Ke
   for (uint32_t i = warp / blocks * kLanes + threadIdx.x % kLanes; i < length; i += kThreads / blocks) {
     shared.gathered[start + i] = keys[i];
   }
-  __syncthreads();
   ClusterArrive();  // this block reads no other's memory from here on
   const uint32_t all = theirs.SumOfFirst(blocks).above, before = theirs.SumOfFirst(BlockOfCluster()).above;
   const Kth kth = FindKth(shared.scratch, range, k, CountList{shared.scratch, shared.gathered, all});
