@@ -181,7 +181,6 @@ def start_tile(records: Any, tiles: Any, stage: Any, listed: Any, following: Any
     text = convert_fp8() if is_fp8 else copy_bf16()
     reference_type, splat = plgpu.RefType(), plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(arg_types=(reference_type, reference_type, splat, ONE_A_ROW, ONE_A_ROW))
     def emit(context, records, tiles, stage, listed, following):
         del context
         stage = stage.registers.item()
@@ -191,7 +190,8 @@ def start_tile(records: Any, tiles: Any, stage: Any, listed: Any, following: Any
         pool, tile = utils.memref_ptr(records), utils.memref_ptr(tiles)
         utils.inline_ptx(text, pool, tile, stage, *rows, has_side_effects=True)
 
-    emit(records, tiles.ref, stage, listed, following)
+    types = (reference_type, reference_type, splat, ONE_A_ROW, ONE_A_ROW)
+    plgpu.inline_mgpu(arg_types=types)(emit)(records, tiles.ref, stage, listed, following)
 
 
 def finish(is_interpreted: bool, pending: int = 0) -> None:
@@ -199,12 +199,11 @@ def finish(is_interpreted: bool, pending: int = 0) -> None:
     if is_interpreted:
         return
 
-    @plgpu.inline_mgpu()
     def emit(context):
         del context
         utils.inline_ptx(f"cp.async.wait_group {pending};  fence.proxy.async.shared::cta;", has_side_effects=True)
 
-    emit()
+    plgpu.inline_mgpu()(emit)()
 
 
 def _interpreted_tile(records: Any, tiles: Any, stage: Any, listed: Any) -> None:

@@ -25,7 +25,7 @@ def sparse_mla(
     stored = records.at[jnp.maximum(slots, 0)].get(mode="clip").reshape(seats * rows, -1, *records.shape[1:])
     flat = query.astype(jnp.float32).reshape(seats * rows, heads, width)
     is_listed = (slots >= 0).reshape(seats * rows, -1)
-    out, lse = jax.vmap(lambda *row: attend_row(*row, scale, latent))(flat, stored, is_listed)
+    out, lse = jax.vmap(attend_row, in_axes=(0, 0, 0, None, None))(flat, stored, is_listed, scale, latent)
     return out.reshape(seats, rows, heads, latent), lse.reshape(seats, rows, heads)
 
 

@@ -24,8 +24,8 @@ CORNERS = pytest.mark.parametrize("case", cases.CORNERS, ids=cases.identifier)
 
 
 def run(case, inputs, **options):
-    arguments = [jnp.asarray(array) for array in inputs.arguments]
-    return pallas_kernels.sparse_mla(*arguments, cases.SCALE, record_format=case.record_format, **options)
+    query, records, slots = (jnp.asarray(array) for array in inputs.arguments)
+    return pallas_kernels.sparse_mla(query, records, slots, cases.SCALE, record_format=case.record_format, **options)
 
 
 def interpret(case, inputs, splits=1):

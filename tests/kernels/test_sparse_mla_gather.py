@@ -5,6 +5,7 @@ instructions that `gather` uses, each as one line of NumPy over all threads, and
 """
 
 import re
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -111,7 +112,7 @@ class Threads:
             case _:
                 raise AssertionError(f"the evaluator does not know {line!r}")
 
-    def value(self, name: str, dtype=np.uint64) -> np.ndarray:
+    def value(self, name: str, dtype: Any = np.uint64) -> np.ndarray:
         if name == "%tid.x":
             bits = np.arange(256, 256 + THREADS, dtype=np.uint64)  # the third warpgroup of a block
         elif re.fullmatch(r"\d+", name):
