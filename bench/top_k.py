@@ -144,8 +144,33 @@ def offsets() -> None:
 # ---- bench ---------------------------------------------------------------------------------------------------
 
 
-def torch_times(score: np.ndarray, k: int, repeats: int = 30) -> Measurement | None:
-    """torch.topk, sorted=False, the faster of its two, between CUDA events; None without torch."""
+def write_down(
+    name: str, score: jax.Array, took: Measurement, method: str, claim: str | None = None, **more: Any
+) -> None:
+    rows, length = score.shape
+    kind = "f32" if score.dtype == jnp.float32 else score.dtype.name
+    print(
+        f"  {name:<40}{rows:>5} x {length:<8}{kind:<9}{took.median:8.1f} us  [{took.p10:.1f}, {took.p90:.1f}]"
+        f"  {more.get('notes', '')}",
+        flush=True,
+    )
+    shapes = {"rows": rows, "positions": length, "k": TOP_K, "dtype": score.dtype.name}
+    record(claim, value=took, unit="us", file="top_k.jsonl", name=name, shapes=shapes, method=method, **more)
+
+
+def ours(name: str, score: jax.Array, bytes_per_s: float, claim: str | None = None) -> None:
+    run: Callable[..., Any] = jax.jit(functools.partial(_ffi.top_k, k=TOP_K))
+    visible = jnp.full((score.shape[0],), score.shape[1], jnp.int32)
+    took = kernel_times(run, score, visible).total
+    reading = score.nbytes / bytes_per_s * 1e6
+    notes = f"limit: reading once, {reading:.1f} us at {bytes_per_s / 1e12:.2f} TB/s"
+    if claim is not None:
+        notes += f"; as a node of a CUDA graph {graph_time(run, score, visible).median:.1f} us"
+    write_down(f"echo_top_k, {name}", score, took, CUPTI, claim, fraction_of_limit=reading / took.median, notes=notes)
+
+
+def torch_times(score: np.ndarray, repeats: int = 30) -> Measurement | None:
+    """torch.topk, not sorted, between CUDA events; None where there is no torch."""
     try:
         torch = importlib.import_module("torch")
     except ImportError:
@@ -156,57 +181,37 @@ def torch_times(score: np.ndarray, k: int, repeats: int = 30) -> Measurement | N
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         swept.zero_()
         before.record()
-        torch.topk(values, k, sorted=False)
+        torch.topk(values, TOP_K, sorted=False)
         after.record()
         torch.cuda.synchronize()
         durations.append(before.elapsed_time(after) * 1e3)
     return summarise(durations[3:])
 
 
-def timed(name: str, score: jax.Array, limit: float, claim: str | None = None, **peers: Measurement | None) -> None:
-    rows, length = score.shape
-    visible = jnp.full((rows,), length, jnp.int32)
-    run: Callable[..., Any] = jax.jit(functools.partial(_ffi.top_k, k=TOP_K))
-    took = kernel_times(run, score, visible).total
-    at_best = score.nbytes / limit * 1e6
-    others = {peer: time for peer, time in peers.items() if time is not None}
-    if claim is not None:
-        others["in a graph"] = graph_time(run, score, visible)
-    print(
-        f"  {name:<34}{rows:>5} x {length:<9}{took.median:8.1f} us  [{took.p10:.1f}, {took.p90:.1f}]"
-        f"  reading alone {at_best:5.1f}" + "".join(f"  {peer} {time.median:.1f}" for peer, time in others.items()),
-        flush=True,
-    )
-    record(
-        claim,
-        value=took,
-        unit="us",
-        file="top_k.jsonl",
-        name=f"exact top-k, {name}",
-        shapes={"rows": rows, "positions": length, "k": TOP_K, "dtype": score.dtype.name},
-        method="CUPTI time of the kernel, L2 overwritten before each call",
-        fraction_of_limit=at_best / took.median,
-        notes=f"limit: reading the scores once at {limit / 1e12:.2f} TB/s, {at_best:.1f} us"
-        + "".join(f"; {peer.replace('_', '.')} {time.median:.1f} us" for peer, time in others.items()),
-    )
+CUPTI = "CUPTI time of the kernels of a call, L2 overwritten before each"
 
 
 def bench() -> None:
-    limit = device_bandwidth().read
-    print(f"bench: k {TOP_K}, reading at {limit / 1e12:.2f} TB/s")
-    for (rows, length), claim in CLAIMS.items():
-        score = index_scores(rows, length)
-        by_xla = kernel_times(jax.jit(lambda score: lax.top_k(score, TOP_K)), score, repeats=30).total
-        by_torch = torch_times(np.asarray(score), TOP_K)
-        timed("index scores", score, limit, claim, lax_top_k=by_xla, torch_topk=by_torch)
-        timed("the same in bfloat16", score.astype(jnp.bfloat16), limit)
-        timed("many zeros", index_scores(rows, length, 4, -3.2), limit)
-        timed("all equal", jnp.zeros((rows, length), jnp.float32), limit)
+    bytes_per_s = device_bandwidth().read
+    claimed = {shape: index_scores(*shape) for shape in CLAIMS}
+    for shape, claim in CLAIMS.items():
+        ours("index scores", claimed[shape], bytes_per_s, claim)
+    for shape, score in claimed.items():
+        ours("index scores", score.astype(jnp.bfloat16), bytes_per_s)
+        ours("few scores not zero", index_scores(*shape, 4, -3.2), bytes_per_s)
+        ours("all equal", jnp.zeros(shape, jnp.float32), bytes_per_s)
         for is_best in (False, True):
-            score = jnp.asarray(selections.fooled(rows, length, TOP_K, is_best))
-            timed(f"sample {'too good' if is_best else 'too bad'}, row searched", score, limit)
-    for rows, length in ((8, 131072), (16, 131072), (64, 131072), (512, 32768), (1, 1048576)):
-        timed("index scores", index_scores(rows, length), limit)
+            score = jnp.asarray(selections.fooled(*shape, TOP_K, is_best))
+            ours(f"sample too {'good' if is_best else 'bad'}, row searched", score, bytes_per_s)
+    for shape in ((8, 131072), (16, 131072), (64, 131072), (512, 32768), (1, 1048576)):
+        ours("index scores", index_scores(*shape), bytes_per_s)
+    for score in claimed.values():
+        took = kernel_times(jax.jit(lambda score: lax.top_k(score, TOP_K)), score).total
+        write_down("jax.lax.top_k, index scores", score, took, CUPTI)
+    for score in claimed.values():
+        took = torch_times(np.asarray(score))
+        if took is not None:
+            write_down("torch.topk, index scores", score, took, "CUDA events around a call, L2 overwritten before each")
 
 
 PARTS = {"check": check, "offsets": offsets, "bench": bench}

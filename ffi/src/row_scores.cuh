@@ -53,7 +53,7 @@ class Row {
   __device__ void Prefetch(Segment segment) const {
     constexpr uint32_t kLine = 128 / 16;
     for (uint32_t vector = segment.first + threadIdx.x * kLine; vector < segment.last; vector += kThreads * kLine) {
-      PrefetchL2(At(vector));
+      FetchToL2(At(vector));
     }
   }
 
@@ -122,14 +122,6 @@ class Row {
     } else {
       return e % 2 ? raw.words[e / 2] & 0xffff0000u : raw.words[e / 2] << 16;
     }
-  }
-
-  static __device__ void PrefetchL2(const void* address) {
-#ifdef __CUDA_ARCH__
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-#else
-    static_cast<void>(address);
-#endif
   }
 
   const Bits* scores_;  // at place 0
