@@ -267,13 +267,13 @@ def test_what_is_forbidden_is_recognised(text):
     assert FORBIDDEN.search(text.encode())
 
 
-def test_tests_run_under_strict_settings_on_four_devices():
+def test_tests_run_under_strict_settings_on_eight_devices():
     """tests/conftest.py came before jax was imported, or none of its settings would hold."""
     import jax
     import jax.numpy as jnp
 
     if os.environ["JAX_PLATFORMS"] == "cpu":
-        assert jax.device_count() == 4
+        assert jax.device_count() == 8
     with pytest.raises(jax.dtypes.TypePromotionError, match="dtype_promotion=strict"):
         jnp.add(jnp.ones(2, jnp.float32), jnp.ones(2, jnp.bfloat16))
     with pytest.raises(ValueError, match="rank_promotion=.raise"):
