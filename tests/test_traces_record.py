@@ -12,7 +12,7 @@ from echo_jax.decode import DecodeConfig, cache_config
 from echo_jax.engine import Generation, generate, resident
 from echo_jax.layer import LayerInputs, score_positions
 from echo_jax.models import dsa
-from echo_jax.models.config import DENSE, FULL
+from echo_jax.models.config import DENSE, FULL, SHARED
 from echo_jax.prefill import prefill
 from echo_jax.sampling import Sampling
 from echo_jax.traces import OPTIONAL_FIELDS, open_trace
@@ -21,7 +21,9 @@ from echo_jax.traces.writing import Writer
 from tests import scenarios
 from tests.oracles.select import top_k
 
-MODEL = dataclasses.replace(scenarios.ONE_LAYER, layer_kinds=(FULL, FULL), mlp_kinds=(DENSE, DENSE), num_experts=0)
+KINDS = (FULL, SHARED, FULL)
+MODEL = dataclasses.replace(scenarios.ONE_LAYER, layer_kinds=KINDS, mlp_kinds=(DENSE,) * 3, num_experts=0)
+SCORING = (0, 2)
 K, NEW, WINDOWS = 10, 14, 6
 SAMPLING = Sampling(temperature=1.0)
 PROMPTS = [list(range(1, 38)), [5, 9, 2] * 25, [7, 7, 3]]
@@ -73,7 +75,7 @@ def test_tokens_and_sets_are_those_of_generate(run, generated):
 
 def test_scores_are_what_was_selected_from(run):
     _, trace = run
-    for layer in (0, 1):
+    for layer in SCORING:
         for t, step in enumerate(steps(trace, layer)):
             np.testing.assert_array_equal(step.length, [len(prompt) + t for prompt in PROMPTS])
             assert step.active.all() and (step.starts == (t == 0)).all()
@@ -82,12 +84,12 @@ def test_scores_are_what_was_selected_from(run):
                 assert [s for s in step.selected[row] if s >= 0] == positions
                 assert step.kth_score[row] == np.float32(kth)
                 assert np.isfinite(step.score[row, : length + 1]).all()
-    assert not np.array_equal(steps(trace, 0)[3].score, steps(trace, 1)[3].score)
+    assert not np.array_equal(steps(trace, 0)[3].score, steps(trace, 2)[3].score)
 
 
 def test_a_bound_holds_for_every_position_of_its_page(run):
     _, trace = run
-    for step in steps(trace, 1):
+    for step in steps(trace, 2):
         highest = step.score.reshape(len(PROMPTS), -1, 16).max(axis=2)
         assert step.page_bound.shape == highest.shape
         np.testing.assert_array_equal(np.isfinite(step.page_bound), np.isfinite(highest))
@@ -117,16 +119,16 @@ def test_a_bound_is_reached_by_pages_of_one_position():
 
 def test_a_guess_is_made_from_what_entered_the_layer_before(params, run, tmp_path):
     """It is right where the layer before changes nothing, and not where it does; nobody guesses for layer 0."""
-    silent = dict(params["layers"][0])
+    silent = dict(params["layers"][1])
     for part, name in (("attention", "o"), ("mlp", "down")):
         silent[part] = silent[part] | {name: jnp.zeros_like(silent[part][name])}
-    layers = (silent, params["layers"][1])
+    layers = (params["layers"][0], silent, params["layers"][2])
     _, trace = recorded(tmp_path / "trace", params | {"layers": layers})
-    for t, step in enumerate(steps(trace, 1)):
+    for t, step in enumerate(steps(trace, 2)):
         older = np.arange(trace.info.capacity) < step.length[:, None]
         np.testing.assert_allclose(step.lookahead_score[older], step.score[older], rtol=1e-4, atol=1e-5)
         assert (step.lookahead_score[~older] == -np.inf).all()
-        other = steps(run[1], 1)[t]
+        other = steps(run[1], 2)[t]
         assert np.isfinite(other.lookahead_score[older]).all()
         assert np.abs(other.lookahead_score[older] - other.score[older]).max() > 0.1
     assert (steps(trace, 0)[0].lookahead_score == -np.inf).all()
@@ -154,12 +156,12 @@ def test_prompt_sets_are_those_of_the_last_queries(run, params):
         rows = []
 
         def keep(done, output, rows=rows):
-            rows.extend(np.asarray(output.selected)[1, : (done - 1) % config.cache.chunk + 1])
+            rows.extend(np.asarray(output.selected)[2, : (done - 1) % config.cache.chunk + 1])
 
         prefill(params, state, prompt, row, config=config, progress=keep)
         wanted = np.full((WINDOWS, K), -1, np.int32)
         wanted[-min(len(prompt), WINDOWS) :] = rows[-WINDOWS:]
-        np.testing.assert_array_equal(steps(trace, 1)[0].prompt_selected[row], wanted)
+        np.testing.assert_array_equal(steps(trace, 2)[0].prompt_selected[row], wanted)
 
 
 def test_a_request_that_stops_leaves_its_row_idle(tmp_path, params, generated):
@@ -170,7 +172,7 @@ def test_a_request_that_stops_leaves_its_row_idle(tmp_path, params, generated):
     ran = np.stack([step.active for step in steps(trace, 0)]).sum(axis=0)
     assert ran.tolist() == [len(one) - 1 for one in tokens]
     assert trace.info.steps == max(ran)
-    last = steps(trace, 1)[-1]
+    last = steps(trace, 2)[-1]
     assert (last.length[~last.active] == 0).all() and (last.selected[~last.active] == -1).all()
     assert (last.score[~last.active] == -np.inf).all()
 
