@@ -7,6 +7,7 @@ library names a memory kind, a private module of JAX or a JAX version; written a
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,6 +77,18 @@ def varying_like(array: jax.Array, operands: Sequence[Any]) -> jax.Array:
     varying = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
     missing = tuple(sorted(varying - jax.typeof(array).manual_axis_type.varying))
     return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+def choose_products_without_timing() -> None:
+    """Called before JAX's backend starts: XLA then takes a fixed algorithm for each matrix product.
+
+    On a GPU it otherwise times several and takes the fastest, for every program anew: two programs, as the offloaded
+    and the resident step, may then add in different orders and differ in their last bits. Nothing is changed on a CPU,
+    or where XLA_FLAGS says something of autotuning already.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if os.environ.get("JAX_PLATFORMS") != "cpu" and "xla_gpu_autotune_level" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
 
 
 def xla_ffi_api_version() -> tuple[int, int] | None:

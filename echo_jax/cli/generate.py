@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from echo_jax import hostmem
+from echo_jax import _compat, hostmem
 from echo_jax.checkpoints import end_token_ids, load_folder, load_tokenizer
 from echo_jax.cli import options as options_lib
 from echo_jax.cli import output
@@ -95,6 +96,8 @@ class _Job:
 
 def execute(options: GenerateOptions) -> int:
     """Runs the command; 0 when done, 1 when --check found a difference."""
+    if options.check:
+        _compat.choose_products_without_timing()
     with refusing_wrong_input():
         rows = output.Rows(options.json, options.output)
     with rows:
@@ -228,7 +231,8 @@ def _moved_rows(job: _Job, run: Generation) -> list[dict[str, Any]]:
 
 def _check_row(comparison: Comparison, reference: Generation) -> dict[str, Any]:
     timing = {"prefill_seconds": reference.prefill_seconds, "tokens_per_second": reference.tokens_per_second}
-    return {"row": "check"} | dataclasses.asdict(comparison) | {"resident": timing}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {"row": "check"} | dataclasses.asdict(comparison) | {"resident": timing, "xla_flags": flags}
 
 
 # ---- for people ------------------------------------------------------------------------------------------

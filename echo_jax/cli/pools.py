@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from echo_jax import eviction, threshold
+from echo_jax import eviction, hostmem, threshold
 from echo_jax.cli.errors import InputError
 from echo_jax.cli.options import option
 from echo_jax.cli.policies import SYNTAX, parse_eviction, parse_threshold
@@ -64,6 +64,30 @@ class PoolOptions:
         group="prefetch and eviction",
     )
 
+    read_ahead: bool = option(
+        "copy what a layer that shares its selected set misses while the layers before it compute",
+        False,
+        group="prefetch and eviction",
+    )
+    slot_manager: str = option(
+        "who keeps the slot maps: the shared library, jnp, or the best there is",
+        "auto",
+        choices=hostmem.IMPLEMENTATIONS,
+        group="implementations",
+    )
+    top_k: str = option(
+        "who selects exactly: the shared library, jnp, or the best there is",
+        "auto",
+        choices=hostmem.IMPLEMENTATIONS,
+        group="implementations",
+    )
+    scores: str = option(
+        "who scores positions in a decode step: plain jnp, the Mosaic GPU kernel, or the best there is",
+        "auto",
+        choices=("auto", "reference", "mosaic_gpu"),
+        group="implementations",
+    )
+
     def decode_config(
         self, model: DsaConfig, *, seats: int, capacity: int, host_memory: str = "auto", longest: int | None = None
     ) -> DecodeConfig:
@@ -92,6 +116,10 @@ class PoolOptions:
             host_memory=host_memory,
             chunk=chunk,
             warm_windows=self.warm_windows,
+            read_ahead=self.read_ahead,
+            slot_manager=self.slot_manager,
+            top_k_implementation=self.top_k,
+            score_implementation=self.scores,
         )
         # Positions beyond the model's last are only padding of the last page.
         return DecodeConfig(dataclasses.replace(model, max_positions=whole_pages(model.max_positions)), cache)

@@ -1,6 +1,7 @@
 """`echo-jax generate` by execution: text, rows, the check, batches, a user's own policy, an interrupted run."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from echo_jax import _compat
 from echo_jax.checkpoints import ByteTokenizer
 from echo_jax.cli import generate as command
 from echo_jax.cli import output, text
@@ -38,6 +40,33 @@ def test_text_then_table_then_no_difference(echo_jax, arguments):
     # Two layers; the prompt is one chunk, whose last logits are compared, and the last token is never fed back.
     queries, logits = 2 * (LENGTH + NEW - 1), 1 + NEW - 1
     assert f"{queries:,} lists, {logits:,} logits rows, {queries:,} layer digests and {NEW} tokens" in done.out
+
+
+def test_other_implementations_give_the_same_text(echo_jax, arguments):
+    """jnp in the place of the library: nothing that is printed of the text or of what moved differs."""
+    by_jnp = ("--slot-manager", "jnp", "--top-k", "jnp", "--host-memory", "jnp", "--scores", "reference")
+    ours, other = (echo_jax(*arguments, *more, "--json") for more in ((), by_jnp))
+    assert ours.status == other.status == 0, other.err
+    assert ours.rows("text")[0]["text"] == other.rows("text")[0]["text"]
+    assert ours.rows("layer") == other.rows("layer")
+    assert other.rows("config")[0]["slot_manager"] == "jnp"
+
+
+@pytest.mark.parametrize(
+    "platforms, before, after",
+    [
+        (None, "", "--xla_gpu_autotune_level=0"),
+        ("cuda,cpu", "--a", "--a --xla_gpu_autotune_level=0"),
+        ("cuda", "--xla_gpu_autotune_level=2", "--xla_gpu_autotune_level=2"),
+        ("cpu", "--a", "--a"),
+    ],
+)
+def test_a_check_does_not_let_xla_time_matrix_products(monkeypatch, platforms, before, after):
+    """On an H200 two programs that had been tuned one by one differed in 153 of 1,536 lists; untuned, in none."""
+    monkeypatch.setenv("XLA_FLAGS", before)
+    monkeypatch.delenv("JAX_PLATFORMS") if platforms is None else monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    _compat.choose_products_without_timing()
+    assert os.environ["XLA_FLAGS"] == after
 
 
 def test_rows_say_the_same_and_add_up(echo_jax, arguments, tmp_path, model_folder):
