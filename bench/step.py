@@ -1,10 +1,11 @@
 """What the cache costs in a decode step on a GPU: bookkeeping, recall and write-back, without the model's maths.
 
-    python -m bench.step [zero | step | compile] ...
+    python -m bench.step [zero | step | compile | rerecord] ...
 
 zero     critical path that offloading adds to a layer when nothing is missing, over the resident step (B 1 and 16)
 step     61 layers, 40 misses each, and the one write-back; graphs on and off; launches a step
 compile  a whole step of 61 layers of DeepSeek-V3.2, from trace to executable
+rerecord buffers elsewhere than when the graph was recorded; a pool that was not committed to the device
 
 Layers are chained as a model chains them: what a layer selects depends on what the layer before it was given. The
 dependence is one addition that both sides of a ratio pay.
@@ -313,7 +314,85 @@ def compile_whole(layers: int = LAYERS) -> None:
     )
 
 
-PARTS: dict[str, Callable[[], None]] = {"zero": zero, "step": step, "compile": compile_whole}
+def rerecord() -> None:
+    """What it costs that buffers are elsewhere than when the graph was recorded; and a pool that nobody committed."""
+    config = cache(1, 16384, 8192, offload=True)
+    one = jax.jit(functools.partial(one_step, config), donate_argnums=(0, 1))
+    steppers = [Stepper(config, misses=0, period=STEPS) for _ in range(2)]
+    states = [stepper.state for stepper in steppers]
+    chosen, new = steppers[0].chosen[0], steppers[0].new
+
+    def time_us(alternate: bool) -> Measurement:
+        times = []
+        for _ in range(33):
+            start = time.perf_counter()
+            for number in range(20):
+                at = number % 2 if alternate else 0
+                host_pool, layers, clock = states[at]
+                host_pool, layers, _, clock = one(host_pool, layers, chosen, new, clock)
+                states[at] = (host_pool, layers, clock)
+            jax.block_until_ready(states)
+            times.append((time.perf_counter() - start) / 20 * 1e6)
+        return summarise(times[3:])
+
+    shapes = {"B": 1, "K": K, "N_G": 8192, "layers": LAYERS, "record_bytes": 656}
+    for name, alternate in (("one state", False), ("two states in turn", True)):
+        measured = time_us(alternate)
+        print(f"{name}: {measured.median:.0f} us a step of {LAYERS} layers without maths")
+        record(
+            name=f"a step of {LAYERS} layers without maths, {name}",
+            value=measured,
+            unit="us",
+            file=FILE,
+            shapes=shapes,
+            method="20 donated calls streamed, wall clock a call; handing the buffers over included",
+            notes="two states have their buffers in two places, so the graph is updated at every call"
+            if alternate
+            else "",
+        )
+    for state in states:
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+    _uncommitted()
+
+
+def _uncommitted() -> None:
+    """A recall of 2048 rows into a donated pool, timed over its first calls in a loop, as one would at first."""
+    device = jax.devices()[0]
+    shape = (1, 262144, 3, 192)
+    host_pool = hostmem.create_pool(shape, jnp.bfloat16, hostmem.choose("gpu"), device)
+    rows = jax.device_put(jnp.arange(0, 262144, 128, dtype=jnp.int32), device)
+    slots = jax.device_put(jnp.arange(K, dtype=jnp.int32), device)
+    none = jax.device_put(jnp.zeros((0, 3, 192), jnp.bfloat16), device)
+    for name in ("committed", "uncommitted"):
+        call = jax.jit(hostmem.recall, donate_argnums=0)
+        zeros = jnp.zeros((65536, 3, 192), jnp.bfloat16)
+        pool_records = jax.device_put(zeros, device) if name == "committed" else zeros
+        arguments = (host_pool, 0, jnp.int32(K), rows, slots, jnp.full((K,), -1, jnp.int32), none, none)
+        pool_records = jax.block_until_ready(call(pool_records, *arguments))
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            for _ in range(50):
+                pool_records = call(pool_records, *arguments)
+            jax.block_until_ready(pool_records)
+            times.append((time.perf_counter() - start) / 50 * 1e6)
+        programs = call._cache_size()
+        print(
+            f"{name} pool: first 50 calls {times[0]:.0f} us each, later {min(times[1:]):.0f} us; compiled {programs} x"
+        )
+        record(
+            name=f"recall of 2,048 rows of 1,152 B into a donated, {name} pool: the first 50 calls after one",
+            value=times[0],
+            unit="us",
+            file=FILE,
+            shapes={"rows": K, "record_bytes": 1152, "N_G": 65536},
+            method="wall clock of 50 streamed calls over 50",
+            notes=f"later calls {later:.0f} us; the function was compiled {programs} times",
+        )
+
+
+PARTS: dict[str, Callable[[], None]] = {"zero": zero, "step": step, "compile": compile_whole, "rerecord": rerecord}
 
 
 if __name__ == "__main__":
