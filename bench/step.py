@@ -377,10 +377,8 @@ def _uncommitted() -> None:
                 pool_records = call(pool_records, *arguments)
             jax.block_until_ready(pool_records)
             times.append((time.perf_counter() - start) / 50 * 1e6)
-        programs = call._cache_size()
-        print(
-            f"{name} pool: first 50 calls {times[0]:.0f} us each, later {min(times[1:]):.0f} us; compiled {programs} x"
-        )
+        programs, later = call._cache_size(), min(times[1:])  # pyright: ignore[reportAttributeAccessIssue]
+        print(f"{name} pool: first 50 calls {times[0]:.0f} us each, later {later:.0f} us; compiled {programs} x")
         record(
             name=f"recall of 2,048 rows of 1,152 B into a donated, {name} pool: the first 50 calls after one",
             value=times[0],
