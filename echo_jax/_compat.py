@@ -63,6 +63,16 @@ def adopt_on_host(tensor: Any, on_host: jax.sharding.Sharding) -> jax.Array:
     return ArrayImpl(host_type, on_host, array._arrays, committed=True)
 
 
+def same_buffers(array: jax.Array) -> jax.Array:
+    """Another array of the same memory, to be read and dropped.
+
+    An array keeps the NumPy view that it once gave, and with it a reference that forbids donation (jaxlib 0.11.2);
+    this one takes the view along when it goes.
+    """
+    given: Any = array
+    return ArrayImpl(given.aval, given.sharding, given._arrays, committed=given.committed)
+
+
 def zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """Zeros in device memory, placed by `sharding`, committed, and JAX's own: NumPy's memory is copied when donated."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()

@@ -26,6 +26,7 @@ the pool.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 
 import jax
@@ -73,14 +74,7 @@ def create_pool(
     """
     shape = tuple(int(size) for size in shape)
     dtype = jnp.dtype(dtype)
-    if len(shape) < 3:
-        raise ValueError(f"pool shape {shape} has {len(shape)} axes but needs layers, rows and a record shape")
-    record_bytes = int(np.prod(shape[2:], dtype=np.int64)) * dtype.itemsize
-    if record_bytes % WORD_BYTES != 0:
-        raise ValueError(
-            f"a record of shape {shape[2:]} and type {dtype.name} has {record_bytes} bytes, not a multiple "
-            f"of {WORD_BYTES}; pad the record"
-        )
+    _check_pool(shape, dtype)
     sharding = jax.devices()[0] if device is None else device
     if not isinstance(sharding, jax.sharding.Sharding):
         sharding = jax.sharding.SingleDeviceSharding(sharding)
@@ -97,9 +91,21 @@ def memory_of(host_pool: jax.Array) -> HostMemory:
     return HostMemory.PINNED if _compat.is_in_host_memory(host_pool) else HostMemory.ORDINARY
 
 
+def as_numpy(host_pool: jax.Array) -> np.ndarray:
+    """The pool as a NumPy array, shared where it can be; the pool may be donated again once that array is gone.
+
+    np.asarray of a host pool in bf16 or FP8, jax.device_get and printing leave a reference to the memory in the jax
+    array itself, as long as it lives. Donating it is then an error on a GPU ("buffer with external reference") and a
+    silent copy of the whole pool on a CPU.
+    """
+    return np.asarray(_compat.same_buffers(host_pool))
+
+
 # ---- movement --------------------------------------------------------------------------------------------
-# Numbers outside the pool are refused by the shared library, as an error of the call. jnp cannot refuse
-# inside a trace: there they read zeros and write nothing.
+# Shapes and types are refused here, whoever moves the rows: while tracing, before anything is launched. That is not
+# for convenience alone: a handler that refuses a call on a GPU ends the process (jax 0.11.2, segmentation fault).
+# Numbers outside the pool are refused by the shared library on a CPU, as an error of the call. jnp and a GPU cannot
+# refuse what only the device knows: there they read zeros and write nothing.
 
 
 def read_rows(host_pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> jax.Array:
@@ -108,6 +114,8 @@ def read_rows(host_pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> 
     host_pool: [L, N_H, *record]    layer: i32[]    rows: i32[M]    returns [M, *record]
     """
     layer = jnp.asarray(layer, jnp.int32)
+    _check_scalars(layer=layer)
+    _check_lists(rows=rows)
     if _uses_library(host_pool):
         return _ffi.read_rows(host_pool, layer, rows)
     wanted = _outside_if(rows < 0, rows, host_pool.shape[1])
@@ -137,6 +145,9 @@ def recall(
     new: [E_new, *record], staged: [E_staged, *record]  records that are on the device already; either may be empty
     """
     layer, count = jnp.asarray(layer, jnp.int32), jnp.asarray(count, jnp.int32)
+    _check_scalars(layer=layer, count=count)
+    _check_lists(host_rows=host_rows, slots=slots, source=source)
+    _check_records(host_pool, 1, records=records, new=new, staged=staged)
     if _uses_library(host_pool):
         return _ffi.recall(records, host_pool, layer, count, host_rows, slots, source, new, staged)
     is_active = (host_rows >= 0) & (slots >= 0) & (jnp.arange(slots.shape[0], dtype=jnp.int32) < count)
@@ -157,6 +168,14 @@ def write_back(host_pool: jax.Array, records: jax.Array, rows: jax.Array) -> jax
 
     host_pool: [L, N_H, *record]    records: [L, M, *record], device memory    rows: i32[M]
     """
+    _check_lists(rows=rows)
+    _check_records(host_pool, 2, records=records)
+    wanted = (host_pool.shape[0], rows.shape[0])
+    if records.shape[:2] != wanted:
+        raise ValueError(
+            f"records are [{records.shape[0]} layers, {records.shape[1]} rows] but host_pool has {wanted[0]} layers "
+            f"and rows has length {wanted[1]}; give one record for each layer and entry of rows"
+        )
     if _uses_library(host_pool):
         return _ffi.write_back(host_pool, records, rows)
     written = _outside_if(rows < 0, rows, host_pool.shape[1])
@@ -171,12 +190,53 @@ def copy_rows(host_pool: jax.Array, source: jax.Array, target: jax.Array) -> jax
 
     host_pool: [L, N_H, *record]    source, target: i32[M]
     """
+    _check_lists(source=source, target=target)
     if _uses_library(host_pool):
         return _ffi.copy_rows(host_pool, source, target)
     rows = host_pool.shape[1]
     is_skipped = (source < 0) | (target < 0)
     copied = host_pool.at[:, _outside_if(is_skipped, source, rows)].get(mode="fill", fill_value=0)
     return host_pool.at[:, _outside_if(is_skipped, target, rows)].set(copied, mode="drop", unique_indices=True)
+
+
+def _check_pool(shape: tuple[int, ...], dtype: np.dtype) -> None:
+    if len(shape) < 3:
+        raise ValueError(f"pool shape {shape} has {len(shape)} axes but needs layers, rows and a record shape")
+    record_bytes = math.prod(shape[2:]) * dtype.itemsize
+    if record_bytes % WORD_BYTES != 0:
+        raise ValueError(
+            f"a record of shape {shape[2:]} and type {dtype.name} has {record_bytes} bytes, not a multiple "
+            f"of {WORD_BYTES}; pad the record"
+        )
+
+
+def _check_scalars(**numbers: jax.Array) -> None:
+    for name, number in numbers.items():
+        if number.shape != ():
+            raise ValueError(f"{name} has shape {list(number.shape)} but must be a scalar")
+
+
+def _check_lists(**lists: jax.Array) -> None:
+    """Lists of int32, all of one length."""
+    (first, length) = next((name, numbers.shape) for name, numbers in lists.items())
+    for name, numbers in lists.items():
+        if numbers.ndim != 1 or numbers.dtype != jnp.int32:
+            raise ValueError(f"{name} is {numbers.dtype.name}{list(numbers.shape)} but must be a list, int32[M]")
+        if numbers.shape != length:
+            raise ValueError(
+                f"{first} has length {length[0]} but {name} has length {numbers.shape[0]}; lists that are read side by "
+                "side are equally long"
+            )
+
+
+def _check_records(host_pool: jax.Array, leading: int, **arrays: jax.Array) -> None:
+    """Arrays whose records, behind `leading` axes, are those of the pool."""
+    for name, array in arrays.items():
+        if array.dtype != host_pool.dtype or array.ndim < leading or array.shape[leading:] != host_pool.shape[2:]:
+            raise ValueError(
+                f"{name} is {array.dtype.name}{list(array.shape)}, records behind {leading} axes, but host_pool is "
+                f"{host_pool.dtype.name}{list(host_pool.shape)}, records behind 2; the records must be the same"
+            )
 
 
 def _uses_library(host_pool: jax.Array) -> bool:
@@ -186,6 +246,7 @@ def _uses_library(host_pool: jax.Array) -> bool:
     reason = _ffi.why_unavailable()
     if reason is not None:
         raise RuntimeError(f"the host pool is in pinned memory, which only the library moves: {reason}")
+    _check_pool(host_pool.shape, host_pool.dtype)  # whoever made it
     return True
 
 

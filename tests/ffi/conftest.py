@@ -15,7 +15,6 @@ import pytest
 from echo_jax import _ffi, hostmem
 
 CPU = jax.devices("cpu")[0]
-_chosen = [CPU]
 
 
 @pytest.fixture
@@ -28,10 +27,8 @@ def library():
 def device(request):
     """Each device that a test runs on: its arrays are there, those of `on_device` and those that nobody placed."""
     device = jax.devices(request.param)[0]
-    _chosen.append(device)
     with jax.default_device(device):
         yield device
-    _chosen.pop()
 
 
 @pytest.fixture(params=list(hostmem.HostMemory), ids=lambda memory: memory.value)
@@ -63,8 +60,12 @@ def pool_of(memory, device):
 
 
 def on_device(values) -> jax.Array:
-    """`values`, committed as every array of a step is, and in memory of its own: donation is in place."""
-    return jax.device_put(jnp.array(values, copy=True), _chosen[-1])
+    """`values`, committed as every array of a step is, and in memory of its own: donation is in place.
+
+    On the device of the test, or the CPU. That device is JAX's own setting and no variable of this module: pytest has
+    this module twice, once as a plugin and once imported by the tests.
+    """
+    return jax.device_put(jnp.array(values, copy=True), jax.config.jax_default_device or CPU)
 
 
 def _needs_library(platform: str, compilers: tuple[str, ...]) -> None:

@@ -218,3 +218,18 @@ def test_the_first_donation_is_in_place(memory, device):
         pool = hostmem.create_pool((LAYERS, HOST_ROWS, *RECORD), jnp.float32, memory, device)
         before = pool.unsafe_buffer_pointer()
         assert write(pool, records, rows).unsafe_buffer_pointer() == before
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32], ids=lambda dtype: dtype.__name__)
+def test_a_pool_read_as_numpy_is_donated_all_the_same(memory, device, dtype):
+    """np.asarray left a reference in the pool, and the next step failed on a GPU and copied the pool on a CPU."""
+    write = jax.jit(hostmem.write_back, donate_argnums=0)
+    pool = hostmem.create_pool((LAYERS, HOST_ROWS, 4), dtype, memory, device)
+    records, rows = on_device(np.ones((LAYERS, 1, 4), dtype)), on_device(np.full(1, 5, np.int32))
+    before = pool.unsafe_buffer_pointer()
+    assert not hostmem.as_numpy(pool).astype(np.float32).any()
+    written = write(pool, records, rows)
+    assert written.unsafe_buffer_pointer() == before
+    expected = np.zeros((LAYERS, HOST_ROWS, 4), np.float32)
+    expected[:, 5] = 1
+    np.testing.assert_array_equal(hostmem.as_numpy(written).astype(np.float32), expected)

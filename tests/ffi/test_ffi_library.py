@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -285,6 +287,67 @@ def test_calls_refuse(library, call, message):
 def test_create_pool_refuses(shape, dtype, message):
     with pytest.raises(ValueError, match=message):
         hostmem.create_pool(shape, dtype, HostMemory.ORDINARY)
+
+
+def zeros(*shape: int, dtype: Any = jnp.uint32) -> Any:
+    return np.zeros(shape, dtype)
+
+
+AT_THE_DOOR = {  # of a pool u32[2, 6, 4]
+    "recall_records": (
+        lambda pool: hostmem.recall(zeros(3, 5), pool, 0, 1, *[numbers(1)] * 3, zeros(1, 4), zeros(1, 4)),
+        r"records is uint32[3, 5], records behind 1 axes, but host_pool is uint32[2, 6, 4]",
+    ),
+    "recall_type": (
+        lambda pool: hostmem.recall(zeros(3, 4), pool, 0, 1, *[numbers(1)] * 3, zeros(1, 4, dtype=float), zeros(1, 4)),
+        r"new is float64[1, 4], records behind 1 axes, but host_pool is uint32[2, 6, 4]",
+    ),
+    "recall_lists": (
+        lambda pool: hostmem.recall(
+            zeros(3, 4), pool, 0, 1, numbers(1), numbers(1), numbers(1, 2), zeros(1, 4), zeros(1, 4)
+        ),
+        "host_rows has length 1 but source has length 2",
+    ),
+    "recall_count": (
+        lambda pool: hostmem.recall(zeros(3, 4), pool, 0, numbers(1), *[numbers(1)] * 3, zeros(1, 4), zeros(1, 4)),
+        "count has shape [1] but must be a scalar",
+    ),
+    "read_layer": (lambda pool: hostmem.read_rows(pool, numbers(0, 1), numbers(1)), "layer has shape [2] but must be"),
+    "read_list": (
+        lambda pool: hostmem.read_rows(pool, 0, jnp.zeros((1,), jnp.uint32)),
+        "rows is uint32[1] but must be a list, int32[M]",
+    ),
+    "write_layers": (
+        lambda pool: hostmem.write_back(pool, zeros(3, 1, 4), numbers(0)),
+        "records are [3 layers, 1 rows] but host_pool has 2 layers and rows has length 1",
+    ),
+    "write_length": (
+        lambda pool: hostmem.write_back(pool, zeros(2, 2, 4), numbers(0)),
+        "records are [2 layers, 2 rows] but host_pool has 2 layers and rows has length 1",
+    ),
+    "copy_lengths": (
+        lambda pool: hostmem.copy_rows(pool, numbers(0, 1), numbers(2)),
+        "source has length 2 but target has length 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, message", AT_THE_DOOR.values(), ids=AT_THE_DOOR.keys())
+def test_shapes_are_refused_before_anything_is_launched(memory, device, call, message):
+    """A refusal that reached XLA from a handler on a GPU ended the process there."""
+    pool = hostmem.create_pool((2, 6, 4), jnp.uint32, memory, device)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.jit(call)(pool)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(pool)
+
+
+def test_a_foreign_pool_of_half_words_is_refused(library):
+    """One that create_pool did not make."""
+    on_host = jax.sharding.SingleDeviceSharding(CPU, memory_kind="pinned_host")
+    pool = jax.device_put(np.zeros((2, 6, 3), np.uint16), on_host)
+    with pytest.raises(ValueError, match="has 6 bytes, not a multiple of 4; pad the record"):
+        hostmem.read_rows(pool, 0, numbers(1))
 
 
 def test_create_pool_is_zero_and_committed(memory, device):

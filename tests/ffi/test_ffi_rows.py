@@ -40,7 +40,7 @@ def random_records(generator, shape, record):
 def assert_same_bytes(actual, expected):
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     np.testing.assert_array_equal(
-        np.ascontiguousarray(np.asarray(actual)).reshape(-1).view(np.uint8),
+        np.ascontiguousarray(hostmem.as_numpy(actual)).reshape(-1).view(np.uint8),
         np.ascontiguousarray(expected).reshape(-1).view(np.uint8),
     )
 
