@@ -4,9 +4,9 @@
 
 check  every case of `pallas_kernels.sparse_mla.cases` against its oracle: masks, values, each call twice, and the rows
        in other slots; about 60 s
-bench  the claims E.b*, E.heads*, E.xla_ratio_b32, bf16 and FP8 records, the better of two splits; about 75 s; writes
+bench  the claims E.b*, E.heads*, E.xla_ratio_b32, bf16 and FP8 records, the best of a few tunings; about 90 s; writes
        rows
-tune   all splits at seven shapes, about 90 s; prints only
+tune   parts and clusters at six shapes, about 90 s; prints only
 once   a few calls of each format at B 8 and nothing else, for a profiler or compute-sanitizer
 
 It knows shapes, claims and how operations are counted: 2 * heads * k * (576 + 512) a query row. How time is taken is in
@@ -44,13 +44,13 @@ CLAIMS = {
     (8, 16): ("E.heads16_b8_us",),
     (32, 64): ("E.heads64_b32_us",),
 }
-SPLITS = {
-    (1, 128): (16, 32),
-    (8, 128): (4, 8),
-    (32, 128): (1, 2),
-    (128, 128): (1, 2),
-    (8, 16): (8, 16),
-    (32, 64): (2, 4),
+TUNINGS = {
+    (1, 128): (Tuning(32, 8), Tuning(32), Tuning(16, 8), Tuning(8, 8)),
+    (8, 128): (Tuning(8, 8), Tuning(8, 4), Tuning(8)),
+    (32, 128): (Tuning(2, 2), Tuning(2), Tuning(1)),
+    (128, 128): (Tuning(1), Tuning(2, 2)),
+    (8, 16): (Tuning(16, 8), Tuning(8, 8)),
+    (32, 64): (Tuning(4, 4), Tuning(2, 2)),
 }
 FILE = "sparse_mla.jsonl"
 METHOD = "median of 30; L2 overwritten before each call; 2048 random rows out of 65536 a seat; query already in bf16"
@@ -133,11 +133,12 @@ def check() -> None:
         started = time.perf_counter()
         inputs = cases.make(case)
         heads = -(-case.heads // 64)
-        splits = {dispatch.tuned(len(case.listed) * len(case.listed[0]) * heads).splits}
-        splits |= {1} if case.name in ("full", "verify", "k_zero") else set()
+        tunings = [dispatch.tuned(len(case.listed) * len(case.listed[0]) * heads)]
+        if case.name in ("full", "verify", "k_zero"):
+            tunings += [Tuning(1), Tuning(5), Tuning(2, 2)]
         shares = []
-        for number in sorted(splits):
-            attend = kernel(case.record_format, Tuning(number))
+        for tuning in tunings:
+            attend = kernel(case.record_format, tuning)
             on_device = jax.device_put(inputs.arguments)
             first = jax.tree.map(np.asarray, attend(*on_device))
             try:
@@ -146,12 +147,13 @@ def check() -> None:
                 if case.pool is None:
                     same_bits(first, attend(*jax.device_put(inputs.permuted().arguments)))
             except AssertionError as error:
-                failed.append(f"{cases.identifier(case)} in {number} parts")
-                print(f"  {cases.identifier(case)} in {number} parts: {str(error).strip()[:300]}", flush=True)
+                failed.append(f"{cases.identifier(case)} {describe(tuning)}")
+                print(f"  {cases.identifier(case)} {describe(tuning)}: {str(error).strip()[:300]}", flush=True)
             del on_device
         seconds = time.perf_counter() - started
         text = "  ".join(f"{share:.4f}" for share in shares)
-        print(f"  {cases.identifier(case):32} parts {sorted(splits)!s:8} {text:16} {seconds:5.1f} s", flush=True)
+        cut = " ".join(map(describe, tunings))
+        print(f"  {cases.identifier(case):32} parts/cluster {cut:20} {text:36} {seconds:5.1f} s", flush=True)
     if failed:
         raise SystemExit(f"{len(failed)} failed: {', '.join(failed)}")
 
@@ -170,55 +172,60 @@ def bench() -> None:
         for record_format in FORMATS:
             shape = Shape(seats, heads, record_format)
             inputs = arguments(shape)
-            splits, times = best_split(shape, inputs)
-            graph = gpu_timing.graph_time(kernel(record_format, Tuning(splits)), *inputs)
+            tuning, times = best_tuning(shape, inputs)
+            graph = gpu_timing.graph_time(kernel(record_format, tuning), *inputs)
             if (seats, heads, record_format) == (32, 128, "bf16"):
                 write_ratio(times, inputs)
-            report(shape, splits, graph, times)
-            write(shape, splits, graph, times)
+            report(shape, tuning, graph, times)
+            write(shape, tuning, graph, times)
             if slower is None or graph.median > slower[0].median:
-                slower = graph, shape, splits
+                slower = graph, shape, tuning
             del inputs
         assert slower is not None
-        graph, shape, splits = slower
+        graph, shape, tuning = slower
         for claim in claims:
             harness.record(
                 claim,
                 value=graph,
                 unit="us",
                 file=FILE,
-                shapes=dict(shape.describe(), splits=splits),
+                shapes=dict(shape.describe(), **dataclasses.asdict(tuning)),
                 method="CUDA graph of 10 calls, less the graph without them; " + METHOD,
                 fraction_of_limit=round(teraflops(shape, graph.median) / BF16_TFLOPS, 4),
                 notes=f"the slower of bf16 and FP8 records; limit: {BF16_TFLOPS} TFLOP/s of bf16 matrix products",
             )
 
 
-def best_split(shape: Shape, inputs: tuple[jax.Array, ...]) -> tuple[int, gpu_timing.KernelTimes]:
+def best_tuning(shape: Shape, inputs: tuple[jax.Array, ...]) -> tuple[Tuning, gpu_timing.KernelTimes]:
     timed = [
-        (splits, gpu_timing.kernel_times(kernel(shape.record_format, Tuning(splits)), *inputs))
-        for splits in SPLITS[shape.seats, shape.heads]
+        (tuning, gpu_timing.kernel_times(kernel(shape.record_format, tuning), *inputs))
+        for tuning in TUNINGS[shape.seats, shape.heads]
     ]
+    print("     ", "   ".join(f"{describe(tuning)}: {times.total.median:.1f}" for tuning, times in timed), flush=True)
     return min(timed, key=lambda pair: pair[1].total.median)
+
+
+def describe(tuning: Tuning) -> str:
+    return f"{tuning.splits}/{tuning.cluster}"
 
 
 def teraflops(shape: Shape, microseconds: float) -> float:
     return shape.operations / microseconds * 1e-6
 
 
-def report(shape: Shape, splits: int, graph: harness.Measurement, times: gpu_timing.KernelTimes) -> None:
+def report(shape: Shape, tuning: Tuning, graph: harness.Measurement, times: gpu_timing.KernelTimes) -> None:
     speed = teraflops(shape, graph.median)
     beside = f"{FLASHMLA[shape.seats]:8.1f}" if shape.heads == 128 else "       -"
     parts = " + ".join(f"{one.median:.1f}" for _, one in times.kernels)
     print(
-        f"{shape.heads:4} x {shape.seats:3} {shape.record_format:>7} {splits:6}   {graph.median:8.1f} "
+        f"{shape.heads:4} x {shape.seats:3} {shape.record_format:>7} {describe(tuning):>6}   {graph.median:8.1f} "
         f"[{graph.p10:.1f} {graph.p90:.1f}]   {parts:>16} {speed:8.0f} {speed / BF16_TFLOPS:7.2f} {beside}",
         flush=True,
     )
 
 
-def write(shape: Shape, splits: int, graph: harness.Measurement, times: gpu_timing.KernelTimes) -> None:
-    common: dict[str, Any] = dict(unit="us", file=FILE, shapes=dict(shape.describe(), splits=splits))
+def write(shape: Shape, tuning: Tuning, graph: harness.Measurement, times: gpu_timing.KernelTimes) -> None:
+    common: dict[str, Any] = dict(unit="us", file=FILE, shapes=dict(shape.describe(), **dataclasses.asdict(tuning)))
     what = f"sparse MLA, {shape.record_format}, {shape.heads} heads, B {shape.seats}"
     rate = shape.gathered_bytes / graph.median * 1e-3
     harness.record(
@@ -254,17 +261,20 @@ def write_ratio(times: gpu_timing.KernelTimes, inputs: tuple[jax.Array, ...]) ->
 
 
 def tune() -> None:
-    print("tune: kernel us (attend + combine) for each number of parts", flush=True)
-    for seats, heads in ((1, 128), (2, 128), (4, 128), (8, 128), (16, 128), (32, 128), (64, 128)):
+    print("tune: kernel us (attend + combine) for each parts/cluster", flush=True)
+    for seats, heads in ((2, 128), (4, 128), (8, 128), (16, 128), (32, 128), (64, 128)):
         for record_format in FORMATS:
             inputs = arguments(Shape(seats, heads, record_format))
             units = seats * heads // 64
             found = []
             for splits in (1, 2, 4, 8, 16, 32):
-                if 30 <= units * splits <= 300:
-                    times = gpu_timing.kernel_times(kernel(record_format, Tuning(splits)), *inputs, repeats=15)
-                    parts = " + ".join(f"{one.median:.1f}" for _, one in times.kernels)
-                    found.append(f"{splits}: {times.total.median:.1f} ({parts})")
+                for cluster in sorted({1, min(splits, 4), min(splits, 8)}):
+                    if 48 <= units * splits <= 264:
+                        times = gpu_timing.kernel_times(
+                            kernel(record_format, Tuning(splits, cluster)), *inputs, repeats=15
+                        )
+                        parts = " + ".join(f"{one.median:.1f}" for _, one in times.kernels)
+                        found.append(f"{splits}/{cluster}: {times.total.median:.1f} ({parts})")
             print(f"  {heads} x {seats:3} {record_format:>5}   " + "   ".join(found), flush=True)
             del inputs
 
@@ -272,7 +282,7 @@ def tune() -> None:
 def once() -> None:
     for record_format in FORMATS:
         inputs = cases.make(cases.Case("once", record_format, ((2048,), (1000,)), places=2048, heads=128))
-        attend = kernel(record_format, Tuning(4))
+        attend = kernel(record_format, Tuning(8, 4))
         for _ in range(2):
             out = attend(*jax.device_put(inputs.arguments))
         print(record_format, inputs.judge(*out, tensor_core=True), "of what is allowed")

@@ -4,8 +4,8 @@ It knows the bytes of both record formats, the tile's layout, and PTX. It knows 
 
 TMA writes a row as one piece, and a wgmma operand keeps 128-byte pieces of a row 1,024 bytes apart, so a row would cost
 nine copies of 128 bytes. Here four threads carry a row instead, and each thread two rows. bf16: 16 bytes at a time with
-`cp.async`, which goes past the registers. FP8: load, scale, round to bf16, store. A slot of -1 becomes a row of zeros,
-whatever the pool holds.
+`cp.async`, which goes past the registers. FP8: load, scale, round to bf16, store. A slot of -1 becomes a row of
+zeros, whatever the pool holds.
 
     column c of row r of a tile:  ((r / 8) * 9 + c / 64) * 1024 + (r % 8) * 128 + (((c % 64) / 8) ^ (r % 8)) * 16 bytes
 
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 
 from pallas_kernels.sparse_mla import reference
 
@@ -77,45 +78,36 @@ def copy_bf16() -> str:
 
 
 def convert_fp8() -> str:
-    """Loads 64 rows, scales and stores them as bf16, and asks the L2 for the next 64.
+    """Loads 64 rows, scales and stores them as bf16.
 
-    Two more operands: the slots of the next tile's rows. Three half rows are in registers at a time, so that the loads
-    of one run while another is converted.
+    Two half rows are in registers at a time, so that the loads of one run while the other is converted: the L2 has
+    been asked for them long before (`ask_for`), and more would not fit beside the sums of the math warpgroups.
     """
-    text = [_PLACE, _rows(FP8_BYTES), _two_pieces(), _ask_for_next()]
-    text.append(".reg .b32 c<48>, rope<16>, even, odd, place;  .reg .f32 scale<8>, f<4>;  .reg .b64 sixteen, address;")
+    text = [_PLACE, _rows(FP8_BYTES)]
+    text.append(".reg .b32 c<32>, rope<8>, even, odd, place;  .reg .f32 scale<8>, f<4>;  .reg .b64 sixteen, address;")
     text.append(".reg .b16 lo, hi, h<4>;  .reg .b32 pair<2>, d<4>;")
     # The thread's 16 codes of a block's 64 become pieces 2 t and 2 t + 1 of its 128 bytes.
     text.append("shl.b32 place, t, 4;  cvt.u64.u32 sixteen, place;")
     text.append("shl.b32 even, t, 1;  xor.b32 even, even, q;  shl.b32 even, even, 4;")
     text.append("xor.b32 odd, even, 16;  add.u32 even, even, to;  add.u32 odd, odd, to;")
-    halves = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    text += _load_scales(0) + _load_half(0, 0, 0) + _load_half(0, 1, 1) + _load_scales(1) + _load_half(1, 0, 2)
-    for index, (row, half) in enumerate(halves):
-        text += _store_half(row, half, index % 3)
-        if index == 0:
-            text += _load_half(1, 1, 0)
-        if index == 1:
-            text += [line for row in range(2) for line in _load_rope(row)]
-    for row in range(2):
-        for piece in range(2):
-            words = ", ".join(f"rope{8 * row + 4 * piece + i}" for i in range(4))
-            text.append(f"st.shared.v4.b32 [at{piece} + {BAND * row + 1024 * (BLOCKS - 1)}], {{{words}}};")
+    text += _load_scales(0) + _load_half(0, 0, 0) + _load_half(0, 1, 1)
+    text += _store_half(0, 0, 0) + _load_scales(1) + _load_half(1, 0, 0)
+    text += _store_half(0, 1, 1) + _load_half(1, 1, 1)
+    text += _store_half(1, 0, 0) + [_two_pieces()] + _load_rope(0)
+    text += _store_half(1, 1, 1) + _store_rope(0) + _load_rope(1) + _store_rope(1)
     return "{" + "\n".join(text) + "}"
 
 
-def _ask_for_next() -> str:
-    """Six lines of 128 bytes a row, one or two a thread."""
-    text = (
-        ".reg .pred wanted;  .reg .b32 line;  .reg .b64 next, ahead;  shl.b32 line, t, 7;  cvt.u64.u32 ahead, line;\n"
-    )
+def ask_fp8() -> str:
+    """Asks the L2 for 64 rows: six lines of 128 bytes each, one or two a thread. Operands: the pool, the two slots."""
+    text = ".reg .pred wanted;  .reg .b32 t, slot;  .reg .b64 pool, row, ahead;  cvta.to.global.u64 pool, $0;\n"
+    text += "mov.u32 t, %tid.x;  and.b32 t, t, 3;  shl.b32 slot, t, 7;  cvt.u64.u32 ahead, slot;\n"
+    text += "add.u64 pool, pool, ahead;\n"
     for row in range(2):
-        text += (
-            f"max.s32 line, ${5 + row}, 0;  mad.wide.u32 next, line, {FP8_BYTES}, pool;  add.u64 next, next, ahead;\n"
-        )
-        text += f"setp.ge.s32 wanted, ${5 + row}, 0;  @wanted prefetch.global.L2 [next];\n"
-        text += "setp.lt.and.u32 wanted, t, 2, wanted;  @wanted prefetch.global.L2 [next + 512];\n"
-    return text
+        text += f"max.s32 slot, ${1 + row}, 0;  mad.wide.u32 row, slot, {FP8_BYTES}, pool;\n"
+        text += f"setp.ge.s32 wanted, ${1 + row}, 0;  @wanted prefetch.global.L2 [row];\n"
+        text += "setp.lt.and.u32 wanted, t, 2, wanted;  @wanted prefetch.global.L2 [row + 512];\n"
+    return "{" + text + "}"
 
 
 def _load(row: int, names: list[str], address: str) -> list[str]:
@@ -140,8 +132,16 @@ def _load_half(row: int, half: int, place: int) -> list[str]:
 def _load_rope(row: int) -> list[str]:
     text = []
     for piece in range(2):
-        names = [f"rope{8 * row + 4 * piece + i}" for i in range(4)]
+        names = [f"rope{4 * piece + i}" for i in range(4)]
         text += [f"add.u64 address, from{row}, in{piece};", *_load(row, names, f"[address + {ROPE}]")]
+    return text
+
+
+def _store_rope(row: int) -> list[str]:
+    text = []
+    for piece in range(2):
+        words = ", ".join(f"rope{4 * piece + i}" for i in range(4))
+        text.append(f"st.shared.v4.b32 [at{piece} + {BAND * row + 1024 * (BLOCKS - 1)}], {{{words}}};")
     return text
 
 
@@ -166,32 +166,40 @@ def slots_of_tile(slots: Any, row: Any, first: Any) -> Any:
     return plgpu.load(slots.at[row, pl.ds(first, TILE)], layout=ONE_A_ROW, optimized=False)
 
 
-def start_tile(records: Any, tiles: Any, stage: Any, listed: Any, following: Any, is_interpreted: bool) -> None:
+def ask_for(records: Any, listed: Any, is_interpreted: bool) -> None:
+    """Tells the L2 that the records of a tile's slots are wanted soon. bf16 copies have a whole tile's time anyway."""
+    if is_interpreted or records.dtype != jnp.uint32:
+        return
+
+    def emit(context, records, listed):
+        del context
+        rows = [utils.bitcast(register, ir.IntegerType.get_signless(32)) for register in listed.registers.flat]
+        utils.inline_ptx(ask_fp8(), utils.memref_ptr(records), *rows, has_side_effects=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ONE_A_ROW))(emit)(records, listed)
+
+
+def start_tile(records: Any, tiles: Any, stage: Any, listed: Any, is_interpreted: bool) -> None:
     """Begins to fill `tiles[stage]` with the records of the slots `listed`.
 
-    records     the pool in device memory
-    tiles       bf16[stages, 64, 576] in shared memory, a `wgmma_operand`
-    listed      i32[64] of `slots_of_tile`, and
-    following   those of the tile that comes after; any list where none does
+    records   the pool in device memory
+    tiles     bf16[stages, 64, 576] in shared memory, a `wgmma_operand`
+    listed    i32[64] of `slots_of_tile`
     """
     if is_interpreted:
         _interpreted_tile(records, tiles, stage, listed)
         return
-    is_fp8 = records.dtype == jnp.uint32
-    text = convert_fp8() if is_fp8 else copy_bf16()
-    reference_type, splat = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+    text = convert_fp8() if records.dtype == jnp.uint32 else copy_bf16()
 
-    def emit(context, records, tiles, stage, listed, following):
+    def emit(context, records, tiles, stage, listed):
         del context
         stage = stage.registers.item()
         rows = [utils.bitcast(register, stage.type) for register in listed.registers.flat]
-        if is_fp8:
-            rows += [utils.bitcast(register, stage.type) for register in following.registers.flat]
         pool, tile = utils.memref_ptr(records), utils.memref_ptr(tiles)
         utils.inline_ptx(text, pool, tile, stage, *rows, has_side_effects=True)
 
-    types = (reference_type, reference_type, splat, ONE_A_ROW, ONE_A_ROW)
-    plgpu.inline_mgpu(arg_types=types)(emit)(records, tiles.ref, stage, listed, following)
+    types = (plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT, ONE_A_ROW)
+    plgpu.inline_mgpu(arg_types=types)(emit)(records, tiles.ref, stage, listed)
 
 
 def finish(is_interpreted: bool, pending: int = 0) -> None:

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
-from pallas_kernels.sparse_mla import combine, gather
+from pallas_kernels.sparse_mla import combine, gather, join
 from pallas_kernels.sparse_mla.gather import LATENT, TILE, WIDTH
 
 HEADS = 64  # of a block: the rows of a wgmma
@@ -31,18 +31,20 @@ HALF = LATENT // MATH
 STAGES = 2  # tiles of records beside the queries in shared memory
 ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # one value a head, one value a record
 # Registers a thread; three warpgroups of 168 are launched.
-MATH_REGISTERS = {"bf16": 216, "fp8": 192}
-GATHER_REGISTERS = {"bf16": 72, "fp8": 120}
+MATH_REGISTERS = {"bf16": 216, "fp8": 208}
+GATHER_REGISTERS = {"bf16": 72, "fp8": 88}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How the work is cut. Bits differ between splits, as sums are then added in another order.
+    """How the work is cut. Bits differ between tunings, as sums are then added in another order.
 
-    splits   parts of each list, attended to by blocks of their own
+    splits    parts of each list, attended to by blocks of their own
+    cluster   of these, that join in shared memory: 1, 2, 4 or 8; the rest is combined by a second kernel
     """
 
     splits: int = 1
+    cluster: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Shape:
     groups: int  # of 64 heads
     places: int  # of a list, a multiple of 64
     splits: int
+    cluster: int
     scale: float
     record_format: str
     is_interpreted: bool
@@ -60,6 +63,11 @@ class Shape:
     @property
     def tiles(self) -> int:
         return self.places // TILE
+
+    @property
+    def parts(self) -> int:
+        """Of each list that are written, one by each cluster."""
+        return self.splits // self.cluster
 
     @property
     def tiles_of_split(self) -> int:
@@ -82,6 +90,8 @@ class Refs:
     tiles_full: Any
     tiles_empty: Any
     first_products_done: Any  # by the first attending warpgroup
+    logarithms: Any = None  # [64] of this block's part, where blocks join
+    tiles_done: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +99,12 @@ class Place:
     """What this block does; i32 scalars."""
 
     row: Any  # query row
-    split: Any
+    part: Any  # of its list, of those that are written
+    member: Any  # of the cluster
     group: Any  # of 64 heads
 
     def first_tile(self, shape: Shape) -> Any:
-        return self.split * shape.tiles_of_split
+        return (self.part * shape.cluster + self.member) * shape.tiles_of_split
 
 
 def attend_rows(
@@ -108,10 +119,12 @@ def attend_rows(
     """
     rows, heads, _ = query.shape
     record_format = "fp8" if records.dtype == jnp.uint32 else "bf16"
-    splits = min(tuning.splits, slots.shape[1] // TILE)
-    shape = Shape(rows, heads // HEADS, slots.shape[1], splits, scale, record_format, interpret is not None)
+    tiles = slots.shape[1] // TILE
+    splits = pl.cdiv(tiles, pl.cdiv(tiles, tuning.splits))  # of equal length but the last, and none without a tile
+    cluster = 1 if interpret is not None else math.gcd(splits, tuning.cluster)
+    shape = Shape(rows, heads // HEADS, slots.shape[1], splits, cluster, scale, record_format, interpret is not None)
     out, lse = _kernel(shape, interpret)(query, records, slots)
-    if splits == 1:
+    if shape.parts == 1:
         return out.reshape(rows, heads, LATENT), lse.reshape(rows, heads)
     return combine.combine(out, lse, interpret)
 
@@ -120,30 +133,40 @@ def attend_rows(
 def _kernel(shape: Shape, interpret: Any) -> Any:
     def sparse_mla(query, records, slots, out, lse, **buffers):
         refs = Refs(query, records, slots, out, lse, **buffers)
-        block, role = lax.axis_index("block"), lax.axis_index("role")
-        place = Place(
-            block // (shape.groups * shape.splits), block // shape.groups % shape.splits, block % shape.groups
-        )
+        role = lax.axis_index("role")
+
+        # Before the roles part: inside the last one, ptxas keeps a word in local memory for it.
+        @pl.when(role == MATH)
+        def _():
+            load_heads(refs, place_of_block(shape))
 
         @pl.when(role < MATH)
         def _():
             plgpu.set_max_registers(MATH_REGISTERS[shape.record_format], action="increase")
-            attend(shape, refs, place, role)
+            attend(shape, refs, place_of_block(shape), role)
 
         @pl.when(role == MATH)
         def _():
             plgpu.set_max_registers(GATHER_REGISTERS[shape.record_format], action="decrease")
-            fill(shape, refs, place)
+            fill(shape, refs, place_of_block(shape))
+            if shape.cluster > 1:
+                join.wait_for_cluster()
+                join.wait_for_cluster()
 
+    scratch = {}
+    if shape.cluster > 1:
+        scratch = dict(logarithms=plgpu.SMEM((HEADS,), jnp.float32), tiles_done=plgpu.Barrier(num_arrivals=MATH))
     heads = shape.groups * HEADS
     return plgpu.kernel(
         sparse_mla,
         out_type=(
-            jax.ShapeDtypeStruct((shape.rows, shape.splits, heads, LATENT), jnp.float32),
-            jax.ShapeDtypeStruct((shape.rows, shape.splits, heads), jnp.float32),
+            jax.ShapeDtypeStruct((shape.rows, shape.parts, heads, LATENT), jnp.float32),
+            jax.ShapeDtypeStruct((shape.rows, shape.parts, heads), jnp.float32),
         ),
-        grid=(shape.rows * shape.splits * shape.groups,),
+        grid=(shape.rows * shape.parts * shape.groups,),
         grid_names=("block",),
+        cluster=(shape.cluster,) if shape.cluster > 1 else (),
+        cluster_names=("member",) if shape.cluster > 1 else (),
         num_threads=MATH + 1,
         thread_name="role",
         scratch_types=dict(
@@ -153,6 +176,7 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
             tiles_full=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
             tiles_empty=plgpu.Barrier(num_arrivals=MATH, num_barriers=STAGES),
             first_products_done=plgpu.Barrier(num_arrivals=1),
+            **scratch,
         ),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(
@@ -162,6 +186,14 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
             unsafe_no_auto_barriers=True,
         ),
     )
+
+
+def place_of_block(shape: Shape) -> Place:
+    """Blocks of the same rows are neighbours, so that the second group of heads finds them in the L2."""
+    block = lax.axis_index("block")
+    member = lax.axis_index("member") if shape.cluster > 1 else jnp.int32(0)
+    row, inside = block // (shape.groups * shape.parts), block % (shape.groups * shape.parts)
+    return Place(row, inside // shape.groups, member, inside % shape.groups)
 
 
 def tiles_to_do(shape: Shape, refs: Refs, place: Place) -> Any:
@@ -180,20 +212,26 @@ def tiles_to_do(shape: Shape, refs: Refs, place: Place) -> Any:
 # The gathering role.
 
 
-def fill(shape: Shape, refs: Refs, place: Place) -> None:
-    """Keeps the tiles full. The slots of a tile are read one tile ahead."""
+def load_heads(refs: Refs, place: Place) -> None:
+    """The queries of this block, by TMA."""
     heads = refs.query.at[place.row, pl.ds(place.group * HEADS, HEADS)]
     plgpu.copy_gmem_to_smem(heads, refs.heads, refs.heads_full)
+
+
+def fill(shape: Shape, refs: Refs, place: Place) -> None:
+    """Keeps the tiles full. The slots of a tile are read one tile ahead."""
     listed = slots_of_tile(shape, refs, place, 0)
     following = slots_of_tile(shape, refs, place, 1)
-    start(shape, refs, 0, listed, following)
+    gather.ask_for(refs.records, listed, shape.is_interpreted)
+    gather.ask_for(refs.records, following, shape.is_interpreted)
+    start(shape, refs, 0, listed)
     count = tiles_to_do(shape, refs, place)
     listed, following = following, slots_of_tile(shape, refs, place, 2)
     if shape.record_format == "bf16":
         # Two tiles are under way before the first is waited for; later ones start while the math is busy.
         @pl.when(count > 1)
         def _():
-            start(shape, refs, 1, listed, following)
+            start(shape, refs, 1, listed)
             gather.finish(shape.is_interpreted, pending=1)
 
         @pl.when(count == 1)
@@ -207,17 +245,18 @@ def fill(shape: Shape, refs: Refs, place: Place) -> None:
 
         @pl.when(count > 1)
         def _():
-            start(shape, refs, 1, listed, following)
+            start(shape, refs, 1, listed)
 
     def fill_next(index, carry):
         listed, following = carry, slots_of_tile(shape, refs, place, index + 2)
         gather.finish(shape.is_interpreted)
         plgpu.barrier_arrive(refs.tiles_full.at[index % STAGES])
+        gather.ask_for(refs.records, listed, shape.is_interpreted)
 
         @pl.when(index + 1 < count)
         def _():
             plgpu.barrier_wait(refs.tiles_empty.at[(index + 1) % STAGES])
-            start(shape, refs, index + 1, listed, following)
+            start(shape, refs, index + 1, listed)
 
         return following
 
@@ -236,9 +275,9 @@ def slots_of_tile(shape: Shape, refs: Refs, place: Place, index: Any) -> Any:
     return gather.slots_of_tile(refs.slots, place.row, first)
 
 
-def start(shape: Shape, refs: Refs, index: Any, listed: Any, following: Any) -> None:
+def start(shape: Shape, refs: Refs, index: Any, listed: Any) -> None:
     stage = jnp.int32(index) % STAGES
-    gather.start_tile(refs.records, refs.tiles, stage, listed, following, shape.is_interpreted)
+    gather.start_tile(refs.records, refs.tiles, stage, listed, shape.is_interpreted)
 
 
 # The attending role.
@@ -250,8 +289,8 @@ def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
     Both warpgroups compute all logits: 53 % more products than needed, but they then share nothing, and one's softmax
     runs under the other's products.
     """
+    heads, values = pl.ds(place.group * HEADS, HEADS), pl.ds(role * HALF, HALF)
     count = tiles_to_do(shape, refs, place)
-    values = pl.ds(role * HALF, HALF)
     to_exponent = jnp.float32(shape.scale * math.log2(math.e))
     plgpu.barrier_wait(refs.heads_full)
 
@@ -291,13 +330,27 @@ def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
         plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), ROWS),
     )
     total, peak, mass = lax.fori_loop(0, count, attend_tile, empty)
-    heads = pl.ds(place.group * HEADS, HEADS)
     out = total / over_columns(jnp.where(mass > 0, mass, 1.0), HALF)
-    refs.out[place.row, place.split, heads, values] = out
+    lse = (peak + jnp.log2(mass)) * math.log(2.0)
+    if shape.cluster > 1:
+        plgpu.barrier_arrive(refs.tiles_done)
+        plgpu.barrier_wait(refs.tiles_done)  # the other half may still be reading what is written over now
+        join.leave_part(refs.tiles, out, role, HALF)
+
+        @pl.when(role == 0)
+        def _():
+            refs.logarithms[...] = lse
+
+        join.wait_for_cluster()
+        out_of_part, lse_of_part = refs.out.at[place.row, place.part, heads], refs.lse.at[place.row, place.part, heads]
+        join.join_parts(refs.tiles, refs.logarithms, place.member, shape.cluster, out_of_part, lse_of_part)
+        join.wait_for_cluster()
+        return
+    refs.out[place.row, place.part, heads, values] = out
 
     @pl.when(role == 0)
     def _():
-        refs.lse[place.row, place.split, heads] = (peak + jnp.log2(mass)) * math.log(2.0)
+        refs.lse[place.row, place.part, heads] = lse
 
 
 def logits_of_tile(refs: Refs, stage: Any) -> Any:

@@ -4,7 +4,6 @@ The tests know the cases and how to run an implementation. What is right is the 
 shares no code with either. `test_sparse_mla_gather.py` has what the interpreter cannot run.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -47,31 +46,38 @@ def test_the_reference_agrees_with_the_oracle(case):
     inputs.judge(*run(case, inputs, implementation="reference"), tensor_core=False)
 
 
-@CORNERS
+# What differs between formats is PTX, which is not interpreted, and how many tiles start ahead.
+INTERPRETED = [case for case in cases.CORNERS if case.record_format == "fp8" or case.name in ("k_zero", "k_one")]
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=cases.identifier)
 def test_the_kernel_agrees_with_the_oracle_when_interpreted(case):
     inputs = cases.make(case)
     inputs.judge(*interpret(case, inputs), tensor_core=True)
 
 
-@pytest.mark.parametrize("record_format", ["bf16", "fp8"])
-def test_a_split_list_is_combined_and_the_slots_do_not_matter(record_format):
-    """Parts: one full, one whose list ends in it, one empty; the same bits from other slots."""
-    case = cases.Case("split", record_format, ((100,),), places=192)
+def test_the_slots_do_not_matter():
+    """Rows in other slots, listed in the same order, give the same bits."""
+    case = cases.Case("moved", "fp8", ((50,),), places=64)
     inputs = cases.make(case)
-    first = interpret(case, inputs, splits=3)
-    inputs.judge(*first, tensor_core=True)
     moved = inputs.permuted()
     assert not np.array_equal(moved.slots, inputs.slots)
-    for one, other in zip(first, interpret(case, moved, splits=3), strict=True):
+    for one, other in zip(interpret(case, inputs), interpret(case, moved), strict=True):
         np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
+def test_a_split_list_is_combined():
+    """Five tiles asked for in four parts give three: two, two and one. One list fills them, one leaves parts empty."""
+    case = cases.Case("split", "bf16", ((300,), (70,)), places=320)
+    inputs = cases.make(case)
+    inputs.judge(*interpret(case, inputs, splits=4), tensor_core=True)
+
+
 def test_every_stage_is_used_again():
-    """Five tiles through two stages, cut unevenly: parts of three tiles and of two."""
-    case = cases.Case("stages", "fp8", ((300,),), places=320)
+    """Seven tiles through two stages."""
+    case = cases.Case("stages", "fp8", ((430,),), places=448)
     inputs = cases.make(case)
     inputs.judge(*interpret(case, inputs), tensor_core=True)
-    inputs.judge(*interpret(case, inputs, splits=2), tensor_core=True)
 
 
 def shapes(case):
@@ -85,27 +91,30 @@ def shapes(case):
     )
 
 
+def decode_case(record_format: Any, seats: int, rows: int) -> cases.Case:
+    return cases.Case(f"b{seats}", record_format, ((2048,) * rows,) * seats, places=2048, heads=128)
+
+
 COMPILED = tuple(
-    cases.Case(f"b{seats}", record_format, ((2048,) * rows,) * seats, places=2048, heads=heads)
-    for record_format in ("bf16", "fp8")
-    for seats, rows, heads in ((1, 1, 128), (8, 4, 128), (128, 1, 128))
+    decode_case(*sizes) for sizes in (("fp8", 1, 1), ("fp8", 8, 1), ("bf16", 8, 4), ("bf16", 128, 1), ("fp8", 128, 1))
 )
 
 
 @pytest.mark.skipif(aot.why_not() is not None, reason=str(aot.why_not()))
 @pytest.mark.parametrize("case", COMPILED, ids=cases.identifier)
 def test_the_kernel_compiles_for_an_h200_without_spills(case):
-    """No spills, no copy of the pool: one kernel, or two and the parts between them."""
+    """As tuned, clusters and all. No spills, no copy of the pool: one kernel, or two and the parts between them."""
     attend = functools.partial(
         pallas_kernels.sparse_mla, scale=cases.SCALE, record_format=case.record_format, implementation="mosaic_gpu"
     )
     compiled = aot.compile_for_h200(attend, *shapes(case))
     compiled.assert_no_spills()
     rows = len(case.listed) * len(case.listed[0])
-    splits = dispatch.tuned(rows * 2).splits
-    assert len(compiled.kernels) == (1 if splits == 1 else 2)
-    parts = 0 if splits == 1 else rows * splits * 128 * (512 + 1) * 4
-    assert compiled.memory.temp_size_in_bytes <= parts + 1024
+    tuning = dispatch.tuned(rows * 2)
+    parts = tuning.splits // tuning.cluster
+    assert len(compiled.kernels) == (1 if parts == 1 else 2)
+    between = 0 if parts == 1 else rows * parts * 128 * (512 + 1) * 4
+    assert compiled.memory.temp_size_in_bytes <= between + 1024
 
 
 @pytest.mark.parametrize(
@@ -162,19 +171,20 @@ def test_wrong_input_is_refused_with_both_values():
 
 def test_the_tuned_table_covers_every_size():
     for units in (1, 2, 16, 64, 256, 10**6):
-        assert dispatch.tuned(units).splits >= 1
+        tuning = dispatch.tuned(units)
+        assert tuning.splits % tuning.cluster == 0 and units * tuning.splits >= min(64, units)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [1, 4, 32])
+@pytest.mark.parametrize("tuning", [Tuning(1), Tuning(4, 4), Tuning(32, 8), Tuning(5)], ids=str)
 @pytest.mark.parametrize("case", cases.CORNERS + cases.FULL, ids=cases.identifier)
-def test_the_kernel_on_the_gpu(case, splits):
+def test_the_kernel_on_the_gpu(case, tuning):
     inputs = cases.make(case)
-    first = run(case, inputs, implementation="mosaic_gpu", tuning=Tuning(splits))
+    first = run(case, inputs, implementation="mosaic_gpu", tuning=tuning)
     inputs.judge(*first, tensor_core=True)
-    again = run(case, inputs, implementation="mosaic_gpu", tuning=Tuning(splits))
+    again = run(case, inputs, implementation="mosaic_gpu", tuning=tuning)
     moved = inputs if case.pool else inputs.permuted()
-    others = run(case, dataclasses.replace(moved), implementation="mosaic_gpu", tuning=Tuning(splits))
+    others = run(case, moved, implementation="mosaic_gpu", tuning=tuning)
     for one, two, three in zip(first, again, others, strict=True):
         np.testing.assert_array_equal(np.asarray(one).view(np.uint32), np.asarray(two).view(np.uint32))
         np.testing.assert_array_equal(np.asarray(one).view(np.uint32), np.asarray(three).view(np.uint32))

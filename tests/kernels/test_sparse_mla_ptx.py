@@ -1,7 +1,7 @@
-"""The PTX that carries records into shared memory, run by a small evaluator: 128 threads, every byte checked.
+"""The PTX of sparse MLA, run by a small evaluator over all threads of a role: what it writes, byte by byte.
 
-The interpreter of Mosaic kernels cannot run PTX and a compile shows only that it is PTX. This file knows the few
-instructions that `gather` uses, each as one line of NumPy over all threads, and what a tile must look like.
+The interpreter of Mosaic kernels cannot run PTX, and a compile shows only that it is PTX. This file knows the few
+instructions that `gather` and `join` use, each as a line of NumPy, and what they must leave where.
 """
 
 import re
@@ -11,17 +11,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.sparse_mla import cases, gather
+from pallas_kernels.sparse_mla import cases, gather, join
 
 THREADS = 128
+FAR = 2**24  # from one block's shared memory to the next one's, as `mapa` sees it here
 POOL = 4096  # where the pool begins in the evaluator's device memory
 
 
 class Threads:
-    """Registers of 128 threads by name, as u64 bits; device memory; shared memory."""
+    """Registers by name, as u64 bits a thread; device memory; shared memory of this block, and of its cluster."""
 
-    def __init__(self, device: np.ndarray, shared: np.ndarray):
-        self.device, self.shared, self.registers = device, shared, {}
+    def __init__(self, device: np.ndarray, shared: np.ndarray, count: int = THREADS, cluster: Any = ()):
+        self.device, self.shared, self.count, self.cluster, self.registers = device, shared, count, cluster, {}
         self.touched, self.asked = 0, []
 
     def run(self, text: str, *operands: int | np.ndarray) -> None:
@@ -35,7 +36,7 @@ class Threads:
                 self.step(line)
 
     def step(self, line: str) -> None:
-        active = np.ones(THREADS, bool)
+        active = np.ones(self.count, bool)
         if line.startswith("@"):
             predicate, line = line[1:].split(" ", 1)
             active = self.value(predicate).astype(bool)
@@ -78,7 +79,7 @@ class Threads:
                 self.set(one[0], smaller & self.value(one[3]).astype(bool))
             case "prefetch.global.L2":
                 self.asked.append((self.address(one[0])[active] - POOL) // 128)
-            case "selp.b32":
+            case "selp.b32" | "selp.f32":
                 self.set(one[0], np.where(self.value(one[3]).astype(bool), self.value(one[1]), self.value(one[2])))
             case "cvt.rn.f16x2.e4m3x2":
                 codes = self.value(one[1], np.uint16).view(np.uint8).view(ml_dtypes.float8_e4m3fn)
@@ -96,6 +97,31 @@ class Threads:
                 piece = self.read(self.device, self.address(one[1]), 16)
                 piece[np.arange(16)[None] >= size[:, None]] = 0
                 self.write(self.address(one[0]), piece)
+            case "max.f32" | "sub.rn.f32" | "add.rn.f32" | "div.rn.f32":
+                compute = dict(max=np.maximum, sub=np.subtract, add=np.add, div=np.divide)[operation.split(".")[0]]
+                self.set(one[0], compute(*(self.value(name, u32).view(f32) for name in one[1:])).view(u32))
+            case "fma.rn.f32":
+                a, b, c = (self.value(name, u32).view(f32).astype(np.float64) for name in one[1:])
+                self.set(one[0], (a * b + c).astype(f32).view(u32))
+            case "ex2.approx.f32" | "lg2.approx.f32":
+                compute = np.exp2 if operation.startswith("ex2") else np.log2
+                self.set(one[0], compute(self.value(one[1], u32).view(f32)).view(u32))
+            case "setp.eq.f32" | "setp.gt.f32" | "setp.eq.u32":
+                kind = f32 if operation.endswith("f32") else u32
+                a, b = (self.value(name, u32).view(kind) for name in one[1:])
+                self.set(one[0], a > b if ".gt." in operation else a == b)
+            case "mapa.shared::cluster.u32":
+                self.set(one[0], self.value(one[1], u32) + self.value(one[2], u32) * u32(FAR))
+            case "ld.shared::cluster.f32" | "ld.shared::cluster.v4.f32":
+                for index, name in enumerate(names[0]):
+                    address = self.address(one[1]) + 4 * index
+                    blocks = np.stack([block.view(u32) for block in self.cluster])
+                    self.set(name, blocks[address // FAR, address % FAR // 4])
+            case "st.global.f32" | "st.global.v4.f32":
+                words = np.stack([self.value(name, u32) for name in names[1]], axis=1)[active].view(np.uint8)
+                at = self.address(one[0])[active][:, None] + np.arange(words.shape[1])
+                assert (self.device[at] == 0xEE).all(), "a result is written twice"
+                self.device[at] = words
             case "cp.async.commit_group":
                 pass
             case _ if (load := re.fullmatch(r"ld\.global\.nc\.(?:v(\d)\.)?[bf]32", operation)) is not None:
@@ -104,7 +130,7 @@ class Threads:
                 words = self.read(self.device, address, 4 * count).view(u32)
                 assert len(names[0]) == count and (address % (4 * count) == 0).all(), "a load is not aligned"
                 for index, name in enumerate(names[0]):
-                    before = self.registers.get(name, np.zeros(THREADS, u64))
+                    before = self.registers.get(name, np.zeros(self.count, u64))
                     self.set(name, np.where(active, words[:, index], before))
             case "st.shared.v4.b32":
                 words = np.stack([self.value(name, u32) for name in names[1]], axis=1)
@@ -114,11 +140,12 @@ class Threads:
 
     def value(self, name: str, dtype: Any = np.uint64) -> np.ndarray:
         if name == "%tid.x":
-            bits = np.arange(256, 256 + THREADS, dtype=np.uint64)  # the third warpgroup of a block
+            # The third warpgroup of a block gathers, the first two join.
+            bits = np.arange(self.count, dtype=np.uint64) + np.uint64(256 if self.count == THREADS else 0)
         elif re.fullmatch(r"\d+", name):
-            bits = np.full(THREADS, int(name), np.uint64)
+            bits = np.full(self.count, int(name), np.uint64)
         elif name.startswith("0f"):
-            bits = np.full(THREADS, int(name[2:], 16), np.uint64)
+            bits = np.full(self.count, int(name[2:], 16), np.uint64)
         else:
             bits = self.registers[name]
         return bits.astype(dtype)
@@ -165,8 +192,7 @@ def test_the_ptx_fills_a_tile_with_the_rows_of_the_list(record_format, stage):
     threads = Threads(device, shared)
     text = gather.convert_fp8() if record_format == "fp8" else gather.copy_bf16()
     listed = inputs.slots[0, 0, 64:]  # the list ends in this tile
-    following = inputs.slots[0, 0, 40:104]
-    threads.run(text, POOL, 0, stage, *rows_of_threads(listed), *rows_of_threads(following))
+    threads.run(text, POOL, 0, stage, *rows_of_threads(listed))
 
     tile = unswizzled(shared[stage * 64 * 1152 : (stage + 1) * 64 * 1152])
     wanted = np.stack([inputs.rows.get(slot, np.zeros(576)) for slot in listed.tolist()]).astype(np.float32)
@@ -174,8 +200,45 @@ def test_the_ptx_fills_a_tile_with_the_rows_of_the_list(record_format, stage):
     assert threads.touched == 64 * 1152, "each byte is written once"
     others = np.delete(shared.reshape(3, -1), stage, axis=0)
     assert (others == 0xEE).all(), "another stage was written"
-    if record_format == "fp8":
-        asked = set(np.concatenate(threads.asked).tolist())
-        first = following[following >= 0] * 656 // 128
-        assert asked <= {line for start in first for line in range(start, start + 6)}
-        assert asked >= {line for start in first for line in range(start, start + 5)}
+
+
+def test_the_l2_is_asked_for_the_lines_of_listed_rows_only():
+    case = cases.Case("gather", "fp8", ((100,),))
+    listed = cases.make(case).slots[0, 0, 64:]
+    threads = Threads(np.zeros(0, np.uint8), np.zeros(0, np.uint8))
+    threads.run(gather.ask_fp8(), POOL, *rows_of_threads(listed))
+    asked = set(np.concatenate(threads.asked).tolist())
+    rows = listed[listed >= 0].astype(int)
+    assert asked == {(656 * row + 128 * line) // 128 for row in rows for line in range(6)}
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_the_blocks_of_a_cluster_join_their_parts(parts):
+    """Some heads have nothing in some parts, one has nothing at all; each result is written once, by one block."""
+    random = np.random.default_rng(0)
+    values = random.standard_normal((parts, 64, 512), np.float32)
+    logarithms = random.normal(0, 3, (parts, 64)).astype(np.float32)
+    logarithms[random.random((parts, 64)) < 0.3] = -np.inf
+    logarithms[:, 7] = -np.inf
+    values[np.isneginf(logarithms)] = 0
+    tiles, beside = 512, 2**18
+    blocks = []
+    for part in range(parts):
+        block = np.zeros(2**18 + 1024, np.uint8)
+        rows = block[tiles : tiles + 64 * 4 * join.PITCH].view(np.float32).reshape(64, join.PITCH)
+        rows[:, :512] = values[part]
+        block[beside : beside + 256].view(np.float32)[:] = logarithms[part]
+        blocks.append(block)
+    device = np.full(2**18, 0xEE, np.uint8)
+    out, lse = 1024, 2**17 + 2**16
+    with np.errstate(divide="ignore"):
+        for part in range(parts):
+            threads = Threads(device, blocks[part], 256, blocks)
+            threads.run(join.joining(parts), tiles, beside, out, lse, part)
+        weights = np.exp(logarithms.astype(np.float64) - np.where(np.isneginf(logarithms.max(0)), 0, logarithms.max(0)))
+        mass = weights.sum(0)
+        wanted_lse = np.log(mass) + np.where(np.isneginf(logarithms.max(0)), 0, logarithms.max(0))
+    wanted = np.einsum("ph,phd->hd", weights, values) / np.where(mass > 0, mass, 1)[:, None]
+    joined = device[out : out + 64 * 2048].view(np.float32).reshape(64, 512)
+    np.testing.assert_allclose(joined, wanted, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(device[lse : lse + 256].view(np.float32), wanted_lse, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,113 @@
+"""Parts of a list that the blocks of one cluster attended to become one, through each other's shared memory.
+
+It knows a cluster's barrier, where a block leaves its part, and PTX. It does not know how a part came to be; the
+formula is `combine`'s, and so is the order of the sums. Nothing here runs in the interpreter, where no block sees
+another's memory: there, and where a cluster is one block, parts go through device memory and `combine`.
+
+Each block leaves 64 x 512 values, divided by their own mass, where its tiles were, and 64 logarithms beside them.
+After the cluster's barrier block p joins heads p * 64 / n .. of all n parts and writes them; a second barrier keeps
+every block until the others have read.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+
+from pallas_kernels.sparse_mla.gather import LATENT
+
+HEADS = 64
+PITCH = LATENT + 8  # floats from one head to the next: eight heads' pieces fall in different banks
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+
+
+def leave_part(tiles: Any, values: Any, role: Any, width: int) -> None:
+    """Stores f32[64, width] `values`, columns role * width .. of the part, over `tiles`."""
+
+    def emit(context, tiles, values, column):
+        del context
+        f32 = ir.F32Type.get()
+        start = utils.getelementptr(utils.memref_ptr(tiles), [column.registers.item()], f32)
+        layout = ir.StridedLayoutAttr.get(0, [PITCH, 1])
+        part = utils.ptr_as_memref(start, ir.MemRefType.get((HEADS, width), f32, layout, utils.smem()))
+        values.store_untiled(part, optimized=False)
+
+    types = (plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT)
+    plgpu.inline_mgpu(arg_types=types)(emit)(tiles.ref, values, role * width)
+
+
+def wait_for_cluster() -> None:
+    """Every thread of every block of the cluster comes here; what it wrote before, the others see after."""
+
+    def emit(context):
+        del context
+        text = "barrier.cluster.arrive.release.aligned;  barrier.cluster.wait.acquire.aligned;"
+        utils.inline_ptx(text, has_side_effects=True, convergent=True)
+
+    plgpu.inline_mgpu()(emit)()
+
+
+def join_parts(tiles: Any, logarithms: Any, part: Any, parts: int, out: Any, lse: Any) -> None:
+    """Writes this block's share of out f32[64, 512] and lse f32[64], references in device memory.
+
+    Two warpgroups come here, the first two of the block; each joins a head at a time, four values a thread.
+
+    tiles        what `leave_part` wrote over, at the same place in every block
+    logarithms   f32[64] in shared memory, at the same place too
+    part         this block's number in the cluster of `parts`
+    """
+
+    def emit(context, tiles, logarithms, part, out, lse):
+        del context
+        operands = [utils.memref_ptr(array) for array in (tiles, logarithms, out, lse)]
+        utils.inline_ptx(joining(parts), *operands, part.registers.item(), has_side_effects=True)
+
+    array = plgpu.RefType()
+    types = (array, array, plgpu.Layout.WG_SPLAT, array, array)
+    plgpu.inline_mgpu(arg_types=types)(emit)(tiles.ref, logarithms, part, out, lse)
+
+
+def joining(parts: int) -> str:
+    """Operands: parts and logarithms in shared memory, results in device memory, the number of this part."""
+    heads = HEADS // parts
+    text = [
+        ".reg .b32 me, column, head, near, far;  .reg .pred nothing, some, first;  .reg .b64 to, log, at;",
+        f".reg .f32 m<{parts}>, w<{parts}>, x<{4 * parts}>, t<4>, base, mass, divisor;",
+        "mov.u32 me, %tid.x;  and.b32 column, me, 127;  shr.u32 me, me, 7;",
+        f"mad.lo.u32 me, $4, {heads}, me;  setp.eq.u32 first, column, 0;",
+        "cvta.to.global.u64 to, $2;  cvta.to.global.u64 log, $3;  mad.wide.u32 to, column, 16, to;",
+    ]
+    for index in range(heads // 2):
+        text.append(f"add.u32 head, me, {2 * index};  mad.lo.u32 near, head, 4, $1;")
+        for part in range(parts):
+            text.append(f"mapa.shared::cluster.u32 far, near, {part};  ld.shared::cluster.f32 m{part}, [far];")
+        text.append(f"mad.lo.u32 near, head, {4 * PITCH}, $0;  mad.lo.u32 near, column, 16, near;")
+        for part in range(parts):
+            names = ", ".join(f"x{4 * part + i}" for i in range(4))
+            text.append(f"mapa.shared::cluster.u32 far, near, {part};  ld.shared::cluster.v4.f32 {{{names}}}, [far];")
+        text.append("mov.f32 base, m0;")
+        text += [f"max.f32 base, base, m{part};" for part in range(1, parts)]
+        text.append("setp.eq.f32 nothing, base, 0fFF800000;  selp.f32 base, 0f00000000, base, nothing;")
+        for part in range(parts):
+            text.append(f"sub.rn.f32 w{part}, m{part}, base;  mul.rn.f32 w{part}, w{part}, {_float(LOG2E)};")
+            text.append(f"ex2.approx.f32 w{part}, w{part};")
+        text.append("mov.f32 mass, w0;")
+        text += [f"add.rn.f32 mass, mass, w{part};" for part in range(1, parts)]
+        text += [f"mul.rn.f32 t{i}, w0, x{i};" for i in range(4)]
+        text += [f"fma.rn.f32 t{i}, w{part}, x{4 * part + i}, t{i};" for part in range(1, parts) for i in range(4)]
+        text.append(f"setp.gt.f32 some, mass, 0f00000000;  selp.f32 divisor, mass, {_float(1.0)}, some;")
+        text += [f"div.rn.f32 t{i}, t{i}, divisor;" for i in range(4)]
+        text.append(f"mad.wide.u32 at, head, {4 * LATENT}, to;  st.global.v4.f32 [at], {{t0, t1, t2, t3}};")
+        text.append(f"lg2.approx.f32 mass, mass;  fma.rn.f32 mass, mass, {_float(LN2)}, base;")
+        text.append("mad.wide.u32 at, head, 4, log;  @first st.global.f32 [at], mass;")
+    return "{" + "\n".join(text) + "}"
+
+
+def _float(value: float) -> str:
+    """As PTX writes it."""
+    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
