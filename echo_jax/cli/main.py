@@ -30,6 +30,7 @@ COMMANDS = {
     "verify": ("VerifyOptions", "compare a model folder with answers computed by another implementation"),
     "replay": ("ReplayOptions", "the cache manager over a trace, under many policies; no model, no bytes, no GPU"),
     "trace": ("TraceOptions", "record a model's index scores, make synthetic ones, say how local they are"),
+    "report": ("ReportOptions", "tables and figures of replays as Markdown and HTML; one decode step to step through"),
     "doctor": ("DoctorOptions", "what is available on this machine, and why not"),
 }
 

@@ -194,8 +194,8 @@ class _RichBar:
 
 
 @contextlib.contextmanager
-def progress(description: str, total: int) -> Iterator[Bar]:
-    """A bar on standard error while the block runs; nothing where that is no terminal."""
+def progress(description: str, total: int, unit: str = "tokens") -> Iterator[Bar]:
+    """A bar on standard error while the block runs, counting `unit`; nothing where that is no terminal."""
     if not sys.stderr.isatty():
         yield _NoBar()
         return
@@ -203,7 +203,7 @@ def progress(description: str, total: int) -> Iterator[Bar]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("tokens"),
+        TextColumn(unit),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:

@@ -114,7 +114,7 @@ def execute(options: ReplayOptions) -> int:
         )
         rows = RowFile(options.output)
     computed = len(job.todo(rows))
-    with output.progress("replay", job.work(rows)) as bar:
+    with output.progress("replay", job.work(rows), "layer-steps") as bar:
         job.run(rows, bar.advance)
     found = job.rows(rows)
     if options.json:

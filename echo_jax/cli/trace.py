@@ -305,7 +305,7 @@ def _synthesise(options: TraceOptions, names: list[str]) -> TraceInfo:
             )
         writer = Writer(options.out, info, overwrite=options.overwrite)
     total = info.layer_kinds.count(FULL) * info.steps
-    with output.progress(f"synth, about {size}", total=total) as bar, _refusing_unwritable():
+    with output.progress(f"synth, about {size}", total=total, unit="layer-steps") as bar, _refusing_unwritable():
         return store(trace, writer, lambda layer, t: bar.advance(1))
 
 
@@ -322,7 +322,7 @@ def _describe(options: TraceOptions, names: list[str], rows: output.Rows) -> Non
         info = trace.info
         rows.add({"row": "trace", "path": name} | dataclasses.asdict(info))
         table = output.table(f"{name}: {_sizes(info)}", _COLUMNS, text=(0, 1))
-        with output.progress(name, total=info.layers) as bar:
+        with output.progress(name, total=info.layers, unit="layers") as bar:
             for layer, kind, found in _layers(trace):
                 bar.advance(1)
                 rows.add({"row": "locality", "path": name, "layer": layer, "kind": kind} | dataclasses.asdict(found))
