@@ -4,7 +4,8 @@
 
 Each owner of pinned memory (echo_jax/_pinned.py) gets a process of its own, started with XLA's limit just above the
 pool. It makes the pool, writes every row of every layer from the GPU, reads a sample back, frees the pool and ends; the
-parent looks at how it ended. A second copy would show in the device's peak, or in the machine's available memory.
+parent looks at how it ended, and records a pool that was zero, stayed where it was and held what was written. A second
+copy would show in the device's peak, or in the machine's available memory.
 
 It knows the clock and /proc; what a pool is for it does not know.
 """
@@ -107,21 +108,29 @@ def main() -> None:
     if options.child:
         print(json.dumps(child(options.gib, options.owner[0])))
         return
+    failures = []
     for owner in options.owner:
         print(f"{owner}, {options.gib:.0f} GiB", flush=True)
         command = [sys.executable, "-m", "bench.host_pool", "--child", "--gib", str(options.gib), "--owner", owner]
         environment = {**os.environ, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(int(options.gib) + 2)}
         started = time.perf_counter()
-        done = subprocess.run(command, env=environment, cwd=harness.ROOT, stdout=subprocess.PIPE, text=True)
+        lines = []
+        with subprocess.Popen(command, env=environment, cwd=harness.ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("  "):
+                    print(line, end="", flush=True)
         whole = time.perf_counter() - started
-        lines = done.stdout.splitlines()
-        print("\n".join(line for line in lines if line.startswith("  ")))
-        if done.returncode != 0 or not lines:
-            print(f"  ended with status {done.returncode} after {whole:.0f} s")
+        if process.returncode != 0 or not lines:
+            failures.append(f"{owner} ended with status {process.returncode} after {whole:.0f} s")
             continue
         found = json.loads(lines[-1])
         text = ", ".join(f"{name} {number:.2f}" for name, number in found.items())
         print(f"  {text}; the whole process {whole:.0f} s, status 0", flush=True)
+        if wrong := [f"{name} {found[name]:.0f}" for name in ("not_zero", "moved", "differing_rows") if found[name]]:
+            failures.append(f"{owner}: {', '.join(wrong)}, all of which must be 0")
+            continue
         import jax  # for the machine's name; the child has gone by now
 
         jax.devices()
@@ -134,6 +143,8 @@ def main() -> None:
             shapes={"layers": LAYERS, "bytes": WORDS * 4, "GiB": round(found["pool_gib"], 1)},
             notes=text,
         )
+    if failures:
+        sys.exit("; ".join(failures))
 
 
 if __name__ == "__main__":

@@ -295,21 +295,35 @@ def zeros(*shape: int, dtype: Any = jnp.uint32) -> Any:
 
 AT_THE_DOOR = {  # of a pool u32[2, 6, 4]
     "recall_records": (
-        lambda pool: hostmem.recall(zeros(3, 5), pool, 0, 1, *[numbers(1)] * 3, zeros(1, 4), zeros(1, 4)),
+        lambda pool: hostmem.recall(
+            zeros(3, 5), pool, 0, jnp.int32(1), numbers(1), numbers(1), numbers(1), zeros(1, 4), zeros(1, 4)
+        ),
         r"records is uint32[3, 5], records behind 1 axes, but host_pool is uint32[2, 6, 4]",
     ),
     "recall_type": (
-        lambda pool: hostmem.recall(zeros(3, 4), pool, 0, 1, *[numbers(1)] * 3, zeros(1, 4, dtype=float), zeros(1, 4)),
+        lambda pool: hostmem.recall(
+            zeros(3, 4),
+            pool,
+            0,
+            jnp.int32(1),
+            numbers(1),
+            numbers(1),
+            numbers(1),
+            zeros(1, 4, dtype=float),
+            zeros(1, 4),
+        ),
         r"new is float64[1, 4], records behind 1 axes, but host_pool is uint32[2, 6, 4]",
     ),
     "recall_lists": (
         lambda pool: hostmem.recall(
-            zeros(3, 4), pool, 0, 1, numbers(1), numbers(1), numbers(1, 2), zeros(1, 4), zeros(1, 4)
+            zeros(3, 4), pool, 0, jnp.int32(1), numbers(1), numbers(1), numbers(1, 2), zeros(1, 4), zeros(1, 4)
         ),
         "host_rows has length 1 but source has length 2",
     ),
     "recall_count": (
-        lambda pool: hostmem.recall(zeros(3, 4), pool, 0, numbers(1), *[numbers(1)] * 3, zeros(1, 4), zeros(1, 4)),
+        lambda pool: hostmem.recall(
+            zeros(3, 4), pool, 0, numbers(1), numbers(1), numbers(1), numbers(1), zeros(1, 4), zeros(1, 4)
+        ),
         "count has shape [1] but must be a scalar",
     ),
     "read_layer": (lambda pool: hostmem.read_rows(pool, numbers(0, 1), numbers(1)), "layer has shape [2] but must be"),

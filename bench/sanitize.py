@@ -1,0 +1,161 @@
+"""Does compute-sanitizer find anything in the library's kernels? memcheck and racecheck over a short list of GPU tests.
+
+    python -m bench.sanitize [--limit 65]      about 60 s on one GPU
+
+The two tools run side by side, each in a process of its own, over the tests named below, and look at the kernels whose
+names lie in echo_ffi; XLA's own are not ours to judge. Each tool must also find the faults of bench/faulty.cu, by the
+same filter: where nothing is found there, nothing found here says nothing. XLA allocates every buffer by itself, so
+that a step past the end of one shows, and forms no CUDA graphs.
+
+The number recorded (B.sanitizer) is the sum of both tools' findings. Nothing is recorded where a tool did not end, a
+test failed, or the faults were not found; the exit code says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench import harness
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck")
+
+# Every kernel, at sizes that end soon: rows of whole 16 bytes and of single words, lists longer than the warps, numbers
+# outside; slots with and without eviction; rows of scores that are sampled and divided among blocks.
+TESTS = (
+    "tests/ffi/test_ffi_rows.py::test_read_rows[pinned-gpu-bf16-mixed]",
+    "tests/ffi/test_ffi_rows.py::test_recall[pinned-gpu-bf16-mixed]",
+    "tests/ffi/test_ffi_rows.py::test_recall[pinned-gpu-f32-mixed]",
+    "tests/ffi/test_ffi_rows.py::test_write_back[pinned-gpu-bf16-with_padding]",
+    "tests/ffi/test_ffi_rows.py::test_copy_rows[pinned-gpu-bf16-padding_on_either_side]",
+    "tests/ffi/test_ffi_gpu.py::test_numbers_outside_are_skipped[u32]",
+    "tests/ffi/test_ffi_gpu.py::test_a_long_list_of_many_lengths",
+    "tests/ffi/test_ffi_slots.py::test_maps_are_updated_in_place[gpu]",
+    "tests/ffi/test_ffi_slots.py::test_any_negative_row_is_padding[gpu]",
+    "tests/test_slot_manager.py::test_a_random_history[duplicates-gpu]",
+    "tests/ffi/test_ffi_top_k.py::test_corner_on_a_gpu[tie_at_threshold-f32]",
+    "tests/ffi/test_ffi_top_k.py::test_corner_on_a_gpu[normal-bf16]",
+)
+
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+
+
+def findings(log: str) -> int | None:
+    """What a tool's log counts, or None where it has no summary, as when the tool was stopped."""
+    counts = [int(first or second) for first, second in SUMMARY.findall(log)]
+    return sum(counts) if counts else None
+
+
+@dataclasses.dataclass
+class Run:
+    """A program under one tool, on its way."""
+
+    name: str
+    process: subprocess.Popen
+    log: Path
+    output: Path
+    started: float
+
+    def found(self, deadline: float) -> tuple[int | None, int | None, float]:
+        """Findings, the program's exit status (either None if it did not end in time) and seconds."""
+        try:
+            status = self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)  # its own group, with what it started
+            self.process.wait()
+            status = None
+        log = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return findings(log), status, time.monotonic() - self.started
+
+
+def start(sanitizer: str, tool: str, name: str, program: list[str], folder: Path) -> Run:
+    log, output = folder / f"{name}.log", folder / f"{name}.out"
+    command = [
+        *(sanitizer, "--tool", tool, "--kernel-name", "kns=echo_ffi", "--report-api-errors", "no"),
+        *("--target-processes", "application-only", "--print-limit", "20", "--log-file", str(log)),
+    ]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cuda,cpu",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
+    }
+    with open(output, "w") as stream:
+        process = subprocess.Popen(
+            [*command, *program],
+            cwd=ROOT,
+            env=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Run(name, process, log, output, time.monotonic())
+
+
+def tool_path(name: str) -> str:
+    found = shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
+    if found is None:
+        sys.exit(f"{name} is neither on PATH nor in /usr/local/cuda/bin; install CUDA's toolkit")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--limit", type=float, default=65.0, help="seconds until what still runs is stopped")
+    limit = parser.parse_args().limit
+    deadline = time.monotonic() + limit
+    sanitizer, nvcc = tool_path("compute-sanitizer"), tool_path("nvcc")
+    folder = Path(tempfile.mkdtemp(prefix="echo_sanitize_"))
+
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *TESTS]
+    runs = {tool: start(sanitizer, tool, tool, tests, folder) for tool in TOOLS}
+    faulty = folder / "faulty"
+    subprocess.run([nvcc, "-arch=sm_90a", str(ROOT / "bench" / "faulty.cu"), "-o", str(faulty)], check=True)
+    controls = {tool: start(sanitizer, tool, f"{tool}_control", [str(faulty)], folder) for tool in TOOLS}
+
+    problems, total, said = [], 0, []
+    for tool in TOOLS:
+        seeded, _, _ = controls[tool].found(deadline)
+        if not seeded:
+            problems.append(f"{tool} found {seeded} faults in bench/faulty.cu, which has some")
+    for tool in TOOLS:
+        count, status, seconds = runs[tool].found(deadline)
+        said.append(f"{tool}: {count} findings, tests ended with status {status}, {seconds:.0f} s")
+        print(said[-1], flush=True)
+        if count is None or status != 0:
+            problems.append(f"{tool} did not end, or a test failed: status {status}")
+        if count or count is None or status != 0:
+            for path in (runs[tool].log, runs[tool].output):
+                text = path.read_text(errors="replace") if path.exists() else ""
+                print(f"--- {path.name}, its end\n{text[-2500:]}")
+        total += count or 0
+    if problems:
+        sys.exit("nothing is recorded: " + "; ".join(problems))
+
+    import jax  # for the machine's name; the others have gone by now
+
+    jax.devices()
+    harness.record(
+        "B.sanitizer",
+        value=total,
+        unit="",
+        file="gpu_sanitizer.jsonl",
+        method="sum of memcheck's errors and racecheck's hazards; both find the faults of bench/faulty.cu",
+        shapes={"tests": len(TESTS)},
+        notes="; ".join(said),
+    )
+    print(f"recorded: {total} findings; both tools found the faults of bench/faulty.cu")
+
+
+if __name__ == "__main__":
+    main()
