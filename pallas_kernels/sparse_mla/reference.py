@@ -40,7 +40,7 @@ def attend_row(
     peak = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - jnp.where(jnp.isneginf(peak), 0.0, peak))
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = jnp.einsum("hk,kd->hd", weights, rows[:, :latent], precision=lax.Precision.HIGHEST)
+    mixed = jnp.einsum("hk,kd->hd", weights, rows, precision=lax.Precision.HIGHEST)[:, :latent]
     return mixed / jnp.where(total > 0, total, 1.0), (peak + jnp.log(total))[:, 0]
 
 
