@@ -16,7 +16,7 @@ import pytest
 
 import echo_jax
 from echo_jax import checkpoints
-from examples import decode_tiny, own_model
+from examples import custom_threshold, decode_tiny, own_model
 from tests import scenarios
 from tests.checkpoint_support import random_params
 
@@ -79,6 +79,20 @@ def test_decode_tiny_prints_the_text_and_what_moved(folder, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         decode_tiny.main([*arguments, "--new", "0"])
     assert "--bytes is 150 and --new is 0 but both must be at least 1" in capsys.readouterr().err
+
+
+def test_a_custom_threshold_is_compared_with_seven_others(tmp_path, capsys):
+    """In fewer than 40 lines. Its predictions differ from those of every other policy, and all share one hit rate."""
+    assert len((ROOT / "examples" / "custom_threshold.py").read_text().splitlines()) < 40
+    custom_threshold.main("synth:median,requests=2,top_k=32,steps=40,context=512", str(tmp_path / "plot.svg"))
+    head, *lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    found = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
+    assert list(found) == ["reverting", "ema", "last", "quantile", "trend", "never", "always", "clairvoyant"]
+    assert len({line["hit"] for line in found.values()}) == 1
+    assert len({line["off by"] for line in found.values()}) == 7  # never and always predict nothing
+    assert found["never"]["wasted"] == "0.0" and float(found["always"]["wasted"]) > float(found["reverting"]["wasted"])
+    plot = (tmp_path / "plot.svg").read_text()
+    assert plot.count("<circle") == 8 and "reverting" in plot
 
 
 def test_importing_the_package_loads_no_jax_and_its_names_start_no_backend():

@@ -37,7 +37,8 @@ def figures(section: Section) -> list[Figure]:
     made.append(useful_and_wasted(section))
     made.append(threshold_error(section))
     made.append(hit_rate(section))
-    made += [pareto(section, cost) for cost in section.costs]
+    if len(section.at(section.usual_slots())) > 1:
+        made += [pareto(section, cost) for cost in section.costs]
     return [figure for figure in made if figure is not None]
 
 
@@ -182,12 +183,10 @@ def hit_rate(section: Section) -> Figure:
     )
 
 
-def pareto(section: Section, cost: str) -> Figure | None:
+def pareto(section: Section, cost: str) -> Figure:
     """Wasted bytes against exposed time, and the settings that nothing beats in both."""
     slots = section.usual_slots()
-    lines = [line for line in section.at(slots) if line.slots == slots]
-    if len(lines) < 2:
-        return None
+    lines = section.at(slots)
     points = {line: _waste_and_time(line, cost) for line in lines}
     best = set(front_of({line: point for line, point in points.items() if not line.is_bound}))
     front = sorted(points[line] for line in best)
@@ -203,13 +202,13 @@ def pareto(section: Section, cost: str) -> Figure | None:
         svg.line_chart(
             title,
             svg.axis("KB copied in vain per layer-step", [x for x, _ in points.values()], from_zero=True),
-            svg.axis("exposed us per layer", [y for _, y in points.values()], from_zero=True),
+            svg.axis("exposed us per layer", [y for _, y in points.values()]),
             series,
         ),
         f"At {slots:,} slots per request, mean over {len(section.layers)} layers; time that copies add to a layer by "
         f"the cost model {cost}. Lower and further left is better; what nothing beats in both is coloured. "
         "A bound knows the future.",
-        tuple(lines),
+        lines,
     )
 
 
@@ -237,7 +236,7 @@ def table(section: Section) -> tuple[list[str], list[list[str]]]:
     """The names of the columns, and a row for each setting; what the columns mean is `COLUMN_NOTES`."""
     columns = [*COLUMNS]
     for cost in section.costs:
-        columns += [f"{cost}: no overlap", cost, f"{cost} P99"]
+        columns += [f"{cost} plain", cost, f"{cost} P99"]
     rows = []
     for line in section.lines:
         cells = [section.label(line), percent(line.mean("hit_rate")), percent(line.mean("prefetched_share"))]
@@ -256,7 +255,8 @@ COLUMN_NOTES = (
     "Means over layers. hit: selected rows that had a slot; ahead: missing rows that were copied ahead; wasted and "
     "recalled: rows of a layer-step of the batch; KB in: host to device in a layer-step; off by: how many places the "
     "threshold is off, over k; cand./k: older rows above the threshold; missed: of the exact set, not attended. The "
-    "columns of a cost model are microseconds of copies that nobody hides, in a layer, P99 that of the worst layer."
+    "columns of a cost model are microseconds of copies that nobody hides, in a layer: plain if no copy overlapped the "
+    "scores, P99 that of the worst layer."
 )
 
 

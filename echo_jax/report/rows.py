@@ -117,29 +117,33 @@ def _words(name: str, value: Any) -> str:
 def read(paths: Sequence[Path]) -> list[Section]:
     """The sections of all rows of all files, in the order in which they are met.
 
-    A row that is there twice counts once. A section's lines are cut to the layers that all of them have, so that an
-    interrupted replay gives means that compare. Raises OSError for a file that cannot be read; ValueError, naming the
-    place, for what is no row of a replay, for another schema than this version reads, for no rows at all, and for
-    settings without a layer in common.
+    Raises OSError for a file that cannot be read; ValueError, naming the place, for what is no row of a replay, for
+    another schema than this version reads, for no rows at all, and for settings without a layer in common.
     """
-    found: dict[str, tuple[Row, str]] = {}
-    series: dict[str, Row] = {}
+    rows: list[Row] = []
+    first = None
     for path in paths:
         for place, row in _rows_of(path):
-            _check_schema(row, place, next(iter(found.values()), None))
-            kept = series if row["row"] == "series" else found
-            text = json.dumps(row["key"], sort_keys=True)
-            if kept is series:
-                series.setdefault(text, row)
-            else:
-                found.setdefault(text, (row, place))
-    if not found:
+            _check_schema(row, place, first)
+            first = first or place
+            rows.append(row)
+    if not any(row["row"] == "replay" for row in rows):
         named = ", ".join(str(path) for path in paths)
         raise ValueError(f"0 rows of replays in {named}; write some with `echo-jax replay TRACE --output FILE`")
-    sections: dict[str, list[Row]] = {}
-    for row, _ in found.values():
-        sections.setdefault(json.dumps(_head(row), sort_keys=True), []).append(row)
-    return [_section(rows, series) for rows in sections.values()]
+    return sections(rows)
+
+
+def sections(rows: Iterable[Row]) -> list[Section]:
+    """The sections of rows as `replay` gives them. A row that is there twice counts once. A section's lines are cut to
+    the layers that all of them have, so that an interrupted replay gives means that compare; ValueError for none."""
+    found: dict[str, Row] = {}
+    series: dict[str, Row] = {}
+    for row in rows:
+        (series if row["row"] == "series" else found).setdefault(json.dumps(row["key"], sort_keys=True), row)
+    grouped: dict[str, list[Row]] = {}
+    for row in found.values():
+        grouped.setdefault(json.dumps(_head(row), sort_keys=True), []).append(row)
+    return [_section(some, series) for some in grouped.values()]
 
 
 def _rows_of(path: Path) -> Iterable[tuple[str, Row]]:
@@ -157,13 +161,13 @@ def _rows_of(path: Path) -> Iterable[tuple[str, Row]]:
         yield place, row
 
 
-def _check_schema(row: Row, place: str, first: tuple[Row, str] | None) -> None:
+def _check_schema(row: Row, place: str, first: str | None) -> None:
     schema = row.get("schema")
     if schema == SCHEMA_VERSION:
         return
     if first is not None:
         raise ValueError(
-            f"{place} has schema {schema} but {first[1]} has {SCHEMA_VERSION}; rows of two schemas do not compare: "
+            f"{place} has schema {schema} but {first} has {SCHEMA_VERSION}; rows of two schemas do not compare: "
             "replay the older ones again"
         )
     raise ValueError(f"{place} has schema {schema} but this version reads {SCHEMA_VERSION}; replay the trace again")
