@@ -9,7 +9,8 @@ XLA       the pool is the result of a jitted function that allocates it there an
 library   the shared library pins exactly the bytes asked for and JAX adopts them as a DLPack tensor; they go back to
           the machine with the last array that uses them. One GPU a pool.
 
-XLA's is used as far as its limit reaches, the library's beyond it.
+XLA's is used as far as its limit reaches, the library's beyond it. Either may be donated at every step and stays where
+it is; what forbids it is a NumPy view that the array keeps (hostmem.as_numpy leaves none).
 
 Pinning is slow, 0.43 s for a GiB on the H200 machine; it is done once, here, and a failure leaves nothing pinned.
 """
