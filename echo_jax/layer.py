@@ -21,7 +21,7 @@ from echo_jax.indexer import Selection
 from echo_jax.recall import StepView
 from echo_jax.stats import Moved
 from echo_jax.types import NO_POSITION, PAGE, LayerState, Staging
-from pallas_kernels import indexer_scores
+from pallas_kernels import indexer_prefetch, indexer_scores
 
 Selector = Callable[[jax.Array, jax.Array, int], Selection]
 """(score f32[N, P], visible i32[N], K) -> Selection."""
@@ -74,11 +74,11 @@ def echo_layer(
     staging = recall.no_staging(config, view.rows.shape[0]) if staging is None else staging
     if shared is None:
         state = append(config, state, view, inputs)
-        score = score_positions(config, state, view, inputs)
         if config.offload:
             assert host_pool is not None
-            predicted = threshold.predict(config.threshold, state.threshold, config.seats)
-            staging = recall.prefetch(config, state, host_pool, layer, view, score, predicted)
+            score, staging = score_and_prefetch(config, state, host_pool, layer, view, inputs)
+        else:
+            score = score_positions(config, state, view, inputs)
         selection = select(config, view, score, selector)
         scores = jnp.take_along_axis(score, jnp.maximum(selection.positions, 0), axis=-1)
     else:
@@ -106,15 +106,36 @@ def append(config: CacheConfig, state: LayerState, view: StepView, inputs: Layer
     return state.replace(index_keys=config.keys.append(state.index_keys, view.new_rows.reshape(-1), keys))
 
 
+def score_and_prefetch(
+    config: CacheConfig, state: LayerState, host_pool: jax.Array, layer: jax.Array, view: StepView, inputs: LayerInputs
+) -> tuple[jax.Array, Staging]:
+    """The scores of `score_positions`, and the rows above the predicted threshold copied ahead, together or in turn."""
+    predicted = threshold.predict(config.threshold, state.threshold, config.seats)
+    if not config.prefetches_in_scorer:
+        score = score_positions(config, state, view, inputs)
+        return score, recall.prefetch(config, state, host_pool, layer, view, score, predicted)
+    assert state.slots is not None
+    operands, wanted = scorer_operands(config, state, view, inputs)
+    cap = recall.prefetch_cap(config, view)
+    rest = predicted, view.lengths, cap, state.slots.slot_of, host_pool, layer
+    found = indexer_prefetch(*(*operands, *rest), staging=config.staging, implementation=wanted)
+    return lax.optimization_barrier(found.scores), Staging(found.rows, found.records, found.refused)
+
+
 def score_positions(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> jax.Array:
     """f32[B, T, P]: index scores of all positions, -inf where the query does not see."""
+    operands, wanted = scorer_operands(config, state, view, inputs)
+    return lax.optimization_barrier(indexer_scores(*operands, implementation=wanted))
+
+
+def scorer_operands(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> tuple[Any, Any]:
+    """What both scorers take first, and the implementation that is asked for."""
     assert inputs.index_query is not None and inputs.index_weights is not None and state.index_keys is not None
     query, weights = config.keys.prepare_query(inputs.index_query, inputs.index_weights)
     # The barriers keep XLA from fusing the scores differently in the resident and in the offloaded program.
     query, weights, pages = lax.optimization_barrier((query, weights, page_numbers(view.rows)))
-    wanted: Any = None if config.score_implementation == "auto" else config.score_implementation
-    score = indexer_scores(query, weights, state.index_keys, pages, view.visible, implementation=wanted)
-    return lax.optimization_barrier(score)
+    wanted = None if config.score_implementation == "auto" else config.score_implementation
+    return (query, weights, state.index_keys, pages, view.visible), wanted
 
 
 def page_numbers(rows: jax.Array) -> jax.Array:

@@ -55,11 +55,16 @@ def prefetch(
     assert state.slots is not None
     if config.staging == 0:
         return no_staging(config, view.rows.shape[0])
+    is_absent = _is_absent(state.slots, view)
+    found, refused = prefetch_candidates(score, threshold, is_absent, prefetch_cap(config, view), config.staging)
+    return _stage(config, host_pool, layer, view, found, refused)
+
+
+def prefetch_cap(config: CacheConfig, view: StepView) -> jax.Array:
+    """i32[B]: most rows a seat may copy ahead, min(S, floor(c * context))."""
     allowed = jnp.floor(view.lengths.astype(jnp.float32) * config.prefetch_per_position)
     allowed = jnp.where(view.lengths > 0, jnp.minimum(allowed, config.staging), 0.0)  # 0 * inf is NaN
-    is_absent = _is_absent(state.slots, view)
-    found, refused = prefetch_candidates(score, threshold, is_absent, allowed.astype(jnp.int32), config.staging)
-    return _stage(config, host_pool, layer, view, found, refused)
+    return allowed.astype(jnp.int32)
 
 
 def prefetch_candidates(

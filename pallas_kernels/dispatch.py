@@ -9,12 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _mosaic
+from pallas_kernels.indexer_prefetch import mosaic_gpu as prefetch_mosaic_gpu
+from pallas_kernels.indexer_prefetch import reference as prefetch_reference
+from pallas_kernels.indexer_prefetch.reference import Prefetched
 from pallas_kernels.indexer_scores import mosaic_gpu, reference
 
 type Implementation = Literal["reference", "mosaic_gpu"] | None
@@ -51,37 +56,106 @@ def indexer_scores(
     query, weights, pages = jnp.asarray(query), jnp.asarray(weights), jnp.asarray(pages)
     page_numbers, visible = jnp.asarray(page_numbers), jnp.asarray(visible)
     _check(query, weights, pages, page_numbers, visible)
-    if implementation not in (None, "reference", "mosaic_gpu"):
-        raise ValueError(f"implementation {implementation!r} is unknown; use None, 'reference' or 'mosaic_gpu'")
-    if implementation is None:
-        runs = _is_hopper() and _why_not_mosaic(query, pages) is None
-        implementation = "mosaic_gpu" if runs else "reference"
-    if implementation == "reference":
+    if _chosen(implementation, query, pages) == "reference":
         return reference.indexer_scores(query, weights, pages, page_numbers, visible)
-    if (reason := _why_not_mosaic(query, pages)) is not None:
-        raise NotImplementedError(f"mosaic_gpu index scores: {reason}; implementation='reference' covers it")
-
-    heads = query.shape[2]
-    padded = -(-heads // 8) * 8  # the columns of a wgmma come in eights
-    query = query.astype(jnp.float8_e4m3fn if pages.dtype == jnp.uint8 else jnp.bfloat16)
-    query = jnp.pad(query, ((0, 0), (0, 0), (0, padded - heads), (0, 0)))
-    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, mosaic_gpu.WEIGHTS - heads)))
+    query, weights = _padded(query, weights, pages)
     if tuning is None:
         tuning = tuned(pages.dtype == jnp.uint8, page_numbers.size)
     return mosaic_gpu.score_pages(query, weights, pages, page_numbers, visible, tuning, interpret)
 
 
-def tuned(is_fp8: bool, pages: int) -> mosaic_gpu.Tuning:
+def indexer_prefetch(
+    query: jax.Array,
+    weights: jax.Array,
+    pages: jax.Array,
+    page_numbers: jax.Array,
+    visible: jax.Array,
+    threshold: jax.Array,
+    lengths: jax.Array,
+    cap: jax.Array,
+    slot_of: jax.Array,
+    host_pool: jax.Array,
+    layer: jax.Array,
+    *,
+    staging: int,
+    implementation: Implementation = None,
+    tuning: mosaic_gpu.Tuning | None = None,
+    interpret: Any = None,
+) -> Prefetched:
+    """`indexer_scores`, and the records of likely rows copied from the host while they are made.
+
+    A position is a candidate if any query row of its seat scores above the seat's threshold, it is older than this
+    step, and its host row, 64 * page number + place in the page, has no slot. min(cap, staging, candidates) of a seat
+    are staged; which of them, and in what order, may differ from call to call. Scores never do: they are bitwise
+    those of the same implementation of `indexer_scores`.
+
+    query .. visible   as in `indexer_scores`
+    threshold      f32[B]        +inf and NaN have no candidates
+    lengths        i32[B]        positions written before this step
+    cap            i32[B]        most rows a seat may stage; 0 or less for none
+    slot_of        i32[N_H]      device slot of each host row, or NO_SLOT
+    host_pool      [L, N_H, *record]  records of whole 4-byte words, in device or pinned host memory; only read
+    layer          i32[]         in 0 .. L - 1, the caller's promise
+    staging        S, at least 1: places of a seat
+
+    The reference needs a pool in device memory. `mosaic_gpu` covers what it covers in `indexer_scores`, takes pools in
+    either memory, inside a jitted function and not under vmap, and reads pinned ones over the link without a copy.
+    """
+    query, weights, pages = jnp.asarray(query), jnp.asarray(weights), jnp.asarray(pages)
+    page_numbers, visible = jnp.asarray(page_numbers), jnp.asarray(visible)
+    threshold, lengths, cap = jnp.asarray(threshold), jnp.asarray(lengths), jnp.asarray(cap)
+    slot_of, layer = jnp.asarray(slot_of), jnp.asarray(layer, jnp.int32)
+    _check(query, weights, pages, page_numbers, visible)
+    _check_prefetch(page_numbers.shape[0], threshold, lengths, cap, slot_of, host_pool, staging)
+    if _chosen(implementation, query, pages) == "reference":
+        if _mosaic.is_in_host_memory(host_pool):
+            raise NotImplementedError(
+                "reference index scores with prefetch: the host pool is in pinned memory, which jnp cannot index; use "
+                "a pool in device memory, or implementation='mosaic_gpu' on a Hopper GPU"
+            )
+        scores = reference.indexer_scores(query, weights, pages, page_numbers, visible)
+        asked = threshold, lengths, cap, slot_of, host_pool, layer, staging
+        return prefetch_reference.stage(scores, page_numbers, *asked)
+    query, weights = _padded(query, weights, pages)
+    if tuning is None:
+        tuning = tuned(pages.dtype == jnp.uint8, page_numbers.size, "indexer_prefetch")
+    return prefetch_mosaic_gpu.score_and_prefetch(
+        *(query, weights, pages, page_numbers, visible, threshold, lengths, cap, slot_of, host_pool, layer, staging),
+        *(tuning, interpret),
+    )
+
+
+def _chosen(implementation: Implementation, query: jax.Array, pages: jax.Array) -> str:
+    """Of the two kernels that score: what runs, or NotImplementedError for a named one that cannot."""
+    if implementation not in (None, "reference", "mosaic_gpu"):
+        raise ValueError(f"implementation {implementation!r} is unknown; use None, 'reference' or 'mosaic_gpu'")
+    reason = _why_not_mosaic(query, pages)
+    if implementation is None:
+        return "mosaic_gpu" if _is_hopper() and reason is None else "reference"
+    if implementation == "mosaic_gpu" and reason is not None:
+        raise NotImplementedError(f"mosaic_gpu index scores: {reason}; implementation='reference' covers it")
+    return implementation
+
+
+def _padded(query: jax.Array, weights: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As the kernels take them: the query in the keys' type, heads in eights, as the columns of a wgmma come."""
+    heads = query.shape[2]
+    query = query.astype(jnp.float8_e4m3fn if pages.dtype == jnp.uint8 else jnp.bfloat16)
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, -heads % 8), (0, 0)))
+    return query, jnp.pad(weights, ((0, 0), (0, 0), (0, mosaic_gpu.WEIGHTS - heads)))
+
+
+def tuned(is_fp8: bool, pages: int, kernel: str = "indexer_scores") -> mosaic_gpu.Tuning:
     """Tile sizes for `pages` pages in all seats together: the first entry of the table that reaches so far."""
-    for entry in _table():
+    for entry in _table(kernel):
         if entry["keys"] == ("fp8" if is_fp8 else "bf16") and pages <= entry["up_to_pages"]:
             return dataclasses.replace(mosaic_gpu.Tuning(**entry["tuning"]), blocks=_multiprocessors())
     raise AssertionError("the last entry of tuned.json reaches any number of pages")
 
 
 @functools.cache
-def _table() -> list[dict[str, Any]]:
-    path = Path(__file__).resolve().parent / "indexer_scores" / "tuned.json"
+def _table(kernel: str) -> list[dict[str, Any]]:
+    path = Path(__file__).resolve().parent / kernel / "tuned.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -134,3 +208,24 @@ def _check(query: Any, weights: Any, pages: Any, page_numbers: Any, visible: Any
     ):
         if array.dtype != wanted:
             raise ValueError(f"{name} must be {jnp.dtype(wanted)}, not {array.dtype}")
+
+
+def _check_prefetch(seats: int, threshold: Any, lengths: Any, cap: Any, slot_of: Any, host_pool: Any, staging: int):
+    if staging < 1:
+        raise ValueError(f"staging is {staging} but must be at least 1; without places call indexer_scores")
+    if host_pool.ndim < 3:
+        raise ValueError(f"host_pool has shape {list(host_pool.shape)} but must be [L, N_H, *record]")
+    record_bytes = math.prod(host_pool.shape[2:]) * host_pool.dtype.itemsize
+    if record_bytes % 4:
+        raise ValueError(f"a record has {record_bytes} bytes, not a multiple of 4; pad the record")
+    for name, array, shape, dtype in (
+        ("threshold", threshold, (seats,), jnp.float32),
+        ("lengths", lengths, (seats,), jnp.int32),
+        ("cap", cap, (seats,), jnp.int32),
+        ("slot_of", slot_of, (host_pool.shape[1],), jnp.int32),
+    ):
+        if tuple(array.shape) != shape or array.dtype != dtype:
+            raise ValueError(
+                f"{name} is {array.dtype}{list(array.shape)}, but {seats} seats and a host pool of "
+                f"{list(host_pool.shape)} need {jnp.dtype(dtype)}{list(shape)}"
+            )

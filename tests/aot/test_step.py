@@ -36,6 +36,12 @@ VARIANTS = {
     "four_tokens_jnp_manager_read_ahead": {"tokens_per_step": 4, "slot_manager": "jnp", "read_ahead": True},
     "mosaic_scores": {"fp8": True, "score_implementation": "mosaic_gpu"},
     "mosaic_scores_four_tokens": {"tokens_per_step": 4, "score_implementation": "mosaic_gpu"},
+    "fused_prefetch": {
+        "fp8": True,
+        "read_ahead": True,
+        "score_implementation": "mosaic_gpu",
+        "prefetch_implementation": "fused",
+    },
     "resident": {"offload": False},
     "resident_four_tokens": {"offload": False, "tokens_per_step": 4},
 }
@@ -119,7 +125,8 @@ def test_the_step_is_one_graph_in_place(variant):
         assert calls.count("echo_recall") == layers and calls.count("echo_write_back") == 1
         assert calls.count("echo_allocate") == (layers if config.cache.slot_manager == "auto" else 0)
         full = config.cache.layer_kinds.count("full")
-        ahead = (full if config.cache.staging else 0) + (layers - full if config.cache.read_ahead else 0)
+        separate = config.cache.staging and not config.cache.prefetches_in_scorer
+        ahead = (full if separate else 0) + (layers - full if config.cache.read_ahead else 0)
         assert calls.count("echo_read_rows") == ahead
 
 

@@ -1,0 +1,1 @@
+"""Index scores, and records fetched from the host while they are made. README.md says what, how, and what bounds it."""

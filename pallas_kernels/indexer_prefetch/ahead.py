@@ -1,0 +1,352 @@
+"""The prefetching side of the fused kernel: verdicts that the maths leaves behind, and the role that acts on them.
+
+It knows slots, caps, staging, the bytes of a record's journey, and PTX. It knows no query and no key.
+
+A *verdict* is one bit a position: does a query row of its seat score above the seat's threshold? A math warp holds 16
+positions of a tile and leaves them as one word; the words of all tiles of a block have a place each, so no buffer is
+ever waited for: however slow the link, the maths goes on. A word says itself that it is there (MARKED), in the same
+store as its bits, so no barrier lies between the roles either.
+
+    word of (tile of the block, math warpgroup, warp):   bit 4 q + h   position 16 warp + 8 h + q of the page, h = 0, 1
+                                                         bit 4 q + 2   the tile is scored
+
+The prefetch role is one warpgroup whose warps work alone, each on every fourth tile of the block. A lane takes half a
+word, one candidate at a time: 32 looks into slot_of are under way together. What is old and absent is counted with one
+atomic addition for the warp, which gives each candidate a place in its seat's staging; those under the cap are written
+down and copied by the whole warp, two records at a time, 16 bytes a lane and load.
+
+The interpreter cannot run PTX: it has a body of its own for each of the three functions below, with the same contract,
+and a barrier for each page of each tile in place of the marks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.indexer_prefetch.reference import NO_SLOT
+from pallas_kernels.indexer_scores import mosaic_gpu as scores
+from pallas_kernels.indexer_scores.mosaic_gpu import PAGE, ROWS
+
+WARPS = 4  # of a warpgroup
+THREADS = 128
+CANDIDATES = 0x11111111  # the bits of h = 0
+MARKED = 0x44444444
+FIRST_LANE = "setp.eq.u32 is_first, lane, 0;"
+NO_CANDIDATES = -1  # what a seat's count starts from: the padding of its list, so that one fill serves both
+LOADS = 3  # of one record that a lane has in flight
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape(scores.Shape):
+    """Everything static about the fused kernel.
+
+    pages_per_math is 1: a warp's word holds the 16 positions that it has of one page.
+    """
+
+    staging: int
+    host_rows: int
+    record: tuple[int, ...]
+    record_bytes: int
+
+    @property
+    def words(self) -> int:
+        """Verdict words of a tile."""
+        return self.tuning.math * WARPS
+
+    @property
+    def most_tiles(self) -> int:
+        """Of one block."""
+        return -(-self.seats * self.tiles // self.tuning.blocks)
+
+    @property
+    def stages(self) -> int:
+        """As the plain kernel's, from what the verdicts leave."""
+        queries = 2 * self.rows * (self.heads * scores.WIDTH * (1 if self.is_fp8 else 2) + scores.WEIGHTS * 4)
+        bytes_per_stage = self.tokens * (scores.WIDTH + 4 if self.is_fp8 else 2 * scores.WIDTH)
+        room = scores.SHARED_BYTES - queries - 4 * self.words * self.most_tiles
+        return min(self.tuning.stages, room // bytes_per_stage)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """What the prefetch role sees besides the page numbers, and where the maths leaves its verdicts."""
+
+    threshold: Any
+    lengths: Any
+    cap: Any
+    slot_of: Any
+    pool: Any
+    layer: Any
+    candidates: Any  # i32[B]  NO_CANDIDATES + how many there are so far
+    rows: Any  # i32[B, S], NO_ROW at first
+    records: Any
+    verdicts: Any  # i32[most_tiles * words]; interpreted, i32[most_tiles, tokens]
+    verdicts_cleared: Any  # None when interpreted
+    page_scored: Any  # [most_tiles * math], only when interpreted
+
+
+def scratch(shape: Shape) -> dict[str, Any]:
+    if shape.is_interpreted:
+        barriers = plgpu.Barrier(num_arrivals=1, num_barriers=shape.most_tiles * shape.tuning.math)
+        return dict(verdicts=plgpu.SMEM((shape.most_tiles, shape.tokens), jnp.int32), page_scored=barriers)
+    verdicts = plgpu.SMEM((shape.most_tiles * shape.words,), jnp.int32)
+    return dict(verdicts=verdicts, verdicts_cleared=plgpu.Barrier(num_arrivals=1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """Takes the place of the scores' array where the math role writes: stores them, and leaves their verdict behind."""
+
+    shape: Shape
+    out: Any
+    ahead: Ahead
+
+    def __setitem__(self, at: tuple[Any, int, Any], values: Any) -> None:
+        seat, row, positions = at
+        self.out[at] = values
+        linear = seat * self.shape.tiles + positions.start // self.shape.tokens
+        page = positions.start % self.shape.tokens // PAGE
+        mark(self.shape, self.ahead, seat, row, linear // self.shape.tuning.blocks, page, values)
+
+
+# The math role's part.
+
+
+def mark(shape: Shape, ahead: Ahead, seat: Any, row: int, index: Any, page: Any, values: Any) -> None:
+    """Leaves the verdict on `values` f32[64], the scores of one query row for one page of the block's index-th tile.
+
+    Rows come in order; the last one marks the page as scored.
+    """
+    threshold, is_last = ahead.threshold[seat], row == shape.rows - 1
+    if shape.is_interpreted:
+        place = (index, pl.ds(page * PAGE, PAGE))
+        passes = (values > threshold).astype(jnp.int32)
+        ahead.verdicts[place] = passes if row == 0 else passes | ahead.verdicts[place]
+        if is_last:
+            plgpu.barrier_arrive(ahead.page_scored.at[index * shape.tuning.math + page])
+        return
+
+    text = f"""{{
+      .reg .pred is_high, is_above, passes, is_first;  .reg .b32 lane, quarter, verdict, at, before, bit;
+      .reg .f32 low, high, score, threshold;
+      mov.u32 lane, %laneid;  and.b32 quarter, lane, 3;  {FIRST_LANE}
+      mov.u32 at, %tid.x;  shr.u32 at, at, 5;  and.b32 at, at, {WARPS - 1};  add.u32 at, at, $1;
+      mad.lo.u32 at, at, 4, $0;
+      mov.b32 low, $3;  mov.b32 high, $4;  mov.b32 threshold, $2;
+      setp.eq.u32 is_high, quarter, 1;  selp.f32 score, high, low, is_high;
+      setp.gt.f32 is_above, score, threshold;  setp.lt.and.u32 passes, quarter, 2, is_above;
+      vote.sync.ballot.b32 verdict, passes, 0xffffffff;
+      {"@is_first ld.shared.b32 before, [at];  or.b32 verdict, verdict, before;" if row else ""}
+      {f"or.b32 verdict, verdict, {MARKED:#x};" if is_last else ""}
+      @is_first st.volatile.shared.b32 [at], verdict;
+    }}"""
+
+    def emit(context, verdicts, word, threshold, values):
+        del context
+        word, threshold = word.registers.item(), threshold.registers.item()
+        pair = [utils.bitcast(register, word.type) for register in values.registers.flat]
+        arguments = [utils.memref_ptr(verdicts), word, utils.bitcast(threshold, word.type), *pair]
+        utils.inline_ptx(text, *arguments, has_side_effects=True, convergent=True)
+
+    splat = plgpu.Layout.WG_SPLAT
+    word = index * shape.words + page * WARPS
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, ROWS))(emit)(ahead.verdicts, word, threshold, values)
+
+
+# The prefetch role.
+
+
+def clear(shape: Shape, ahead: Ahead) -> None:
+    """No page is marked as scored. The maths waits for this once, while its first keys are on their way."""
+    if shape.is_interpreted:
+        return
+    text = f"""{{
+      .reg .pred more;  .reg .b32 word, at;
+      mov.u32 word, %tid.x;  and.b32 word, word, {THREADS - 1};  mad.lo.u32 at, word, 4, $0;
+      AGAIN:
+      setp.lt.u32 more, word, {shape.most_tiles * shape.words};
+      @more st.shared.b32 [at], 0;
+      add.u32 word, word, {THREADS};  add.u32 at, at, {4 * THREADS};
+      @more bra AGAIN;
+    }}"""
+
+    def emit(context, verdicts):
+        del context
+        utils.inline_ptx(text, utils.memref_ptr(verdicts), has_side_effects=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(ahead.verdicts)
+    plgpu.barrier_arrive(ahead.verdicts_cleared)
+
+
+def wait_for_clear(shape: Shape, ahead: Ahead) -> None:
+    """Before the first verdict."""
+    if not shape.is_interpreted:
+        plgpu.barrier_wait(ahead.verdicts_cleared)
+
+
+def prefetch(shape: Shape, ahead: Ahead, page_numbers: Any) -> None:
+    """Stages the candidates of all tiles of this block, in order, as their verdicts come."""
+    if shape.is_interpreted:
+        _interpreted(shape, ahead, page_numbers)
+        return
+    text = program(shape)
+
+    def emit(context, *operands):
+        del context
+        *references, block, work = operands
+        pointers = [utils.memref_ptr(reference) for reference in references]
+        numbers = [block.registers.item(), work.registers.item()]
+        utils.inline_ptx(text, *pointers, *numbers, has_side_effects=True, convergent=True)
+
+    references = (
+        *(ahead.verdicts, page_numbers, ahead.lengths, ahead.cap, ahead.slot_of, ahead.pool, ahead.layer),
+        *(ahead.candidates, ahead.rows, ahead.records),
+    )
+    types = (plgpu.RefType(),) * len(references) + (plgpu.Layout.WG_SPLAT,) * 2
+    block = lax.axis_index("block")
+    plgpu.inline_mgpu(arg_types=types)(emit)(*references, block, scores.work_of_block(shape))
+
+
+def program(shape: Shape) -> str:
+    """What every thread of the prefetch role runs. Operands: the references in order, the block, its tiles.
+
+    Every branch is taken by a whole warp. The names: `part`, the math warpgroup that scored this lane's word; `offset`,
+    where its half begins in its page; `left`, its candidates not yet looked at; `votes`, lanes of the warp.
+    """
+    every, size = "0xffffffff", shape.record_bytes
+    return f"""{{
+      .reg .pred is_done, is_word, is_there, has, wanted, more, is_first, is_pair;
+      .reg .b32 lane, warp, word, half, part, offset, index, linear, seat, tile, page, number, length, cap, layer, at;
+      .reg .b32 left, first_position, first_row, bit, position, row, slot, votes, count, rank, place, one, other;
+      .reg .b32 row0, row1, place0, place1, lane_bytes, chunk;
+      .reg .b64 address, of_layer, from0, from1, to0, to1, in_record;  .reg .b32 v<{2 * LOADS * 4}>;
+      .reg .pred in0, in1;
+      mov.u32 lane, %laneid;  mov.u32 warp, %tid.x;  shr.u32 warp, warp, 5;  and.b32 warp, warp, {WARPS - 1};
+      {FIRST_LANE}
+      and.b32 word, lane, 15;  shr.u32 half, lane, 4;  shr.u32 part, word, 2;
+      and.b32 offset, word, 3;  shl.b32 offset, offset, 4;  mad.lo.u32 offset, half, 8, offset;
+      ld.global.nc.b32 layer, [$6];
+      mul.wide.s32 of_layer, layer, {shape.host_rows};  mul.lo.s64 of_layer, of_layer, {size};
+      add.u64 of_layer, of_layer, $5;
+      mul.lo.u32 lane_bytes, lane, {chunk_bytes(shape)};  cvt.u64.u32 in_record, lane_bytes;
+      add.u64 of_layer, of_layer, in_record;
+      mov.u32 index, warp;
+
+    TILE:
+      setp.ge.s32 is_done, index, $11;  @is_done bra.uni DONE;
+      mad.lo.u32 linear, index, {shape.tuning.blocks}, $10;
+      div.u32 seat, linear, {shape.tiles};  mul.lo.u32 tile, seat, {shape.tiles};  sub.u32 tile, linear, tile;
+      mad.lo.u32 page, tile, {shape.tuning.math}, part;
+      setp.lt.u32 is_word, word, {shape.words};  setp.lt.and.u32 is_word, page, {shape.page_count}, is_word;
+      mad.lo.u32 at, seat, {shape.page_count}, page;  mad.wide.u32 address, at, 4, $1;
+      mov.b32 number, -1;  @is_word ld.global.nc.b32 number, [address];
+      mad.wide.u32 address, seat, 4, $2;  ld.global.nc.b32 length, [address];
+      mad.wide.u32 address, seat, 4, $3;  ld.global.nc.b32 cap, [address];  min.s32 cap, cap, {shape.staging};
+      mad.lo.u32 at, index, {shape.words}, word;  mad.lo.u32 at, at, 4, $0;
+    LOOK:
+      mov.b32 left, {MARKED:#x};  @is_word ld.volatile.shared.b32 left, [at];
+      and.b32 bit, left, {MARKED:#x};  setp.ne.u32 is_there, bit, 0;  vote.sync.all.pred is_there, is_there, {every};
+      @is_there bra.uni MARKED;
+      nanosleep.u32 100;  bra.uni LOOK;
+    MARKED:
+      shr.b32 left, left, half;  and.b32 left, left, {CANDIDATES:#x};
+      mad.lo.u32 first_position, page, {PAGE}, offset;  mad.lo.u32 first_row, number, {PAGE}, offset;
+
+    NEXT:
+      setp.ne.u32 has, left, 0;  vote.sync.any.pred more, has, {every};  @!more bra.uni ADVANCE;
+      brev.b32 bit, left;  clz.b32 bit, bit;  shr.u32 bit, bit, 2;
+      add.u32 position, first_position, bit;  add.u32 row, first_row, bit;
+      add.u32 bit, left, -1;  and.b32 left, left, bit;
+      setp.lt.and.s32 wanted, position, length, has;  setp.lt.and.u32 wanted, row, {shape.host_rows}, wanted;
+      mad.wide.u32 address, row, 4, $4;  mov.b32 slot, 0;  @wanted ld.global.nc.b32 slot, [address];
+      setp.eq.and.s32 wanted, slot, {NO_SLOT}, wanted;
+      vote.sync.ballot.b32 votes, wanted, {every};
+      setp.ne.u32 more, votes, 0;  @!more bra.uni NEXT;
+      popc.b32 count, votes;  mov.u32 rank, %lanemask_lt;  and.b32 rank, rank, votes;  popc.b32 rank, rank;
+      mad.wide.u32 address, seat, 4, $7;  mov.b32 place, 0;
+      @is_first atom.global.add.u32 place, [address], count;
+      shfl.sync.idx.b32 place, place, 0, 31, {every};
+      add.u32 place, place, rank;  sub.u32 place, place, {NO_CANDIDATES};
+      setp.lt.and.s32 wanted, place, cap, wanted;
+      mad.lo.u32 place, seat, {shape.staging}, place;  mad.wide.u32 address, place, 4, $8;
+      @wanted st.global.b32 [address], row;
+      vote.sync.ballot.b32 votes, wanted, {every};
+
+    MOVE:
+      setp.ne.u32 more, votes, 0;  @!more bra.uni NEXT;
+      brev.b32 one, votes;  clz.b32 one, one;  add.u32 bit, votes, -1;  and.b32 votes, votes, bit;
+      setp.ne.u32 is_pair, votes, 0;
+      brev.b32 other, votes;  clz.b32 other, other;  add.u32 bit, votes, -1;  and.b32 votes, votes, bit;
+      shfl.sync.idx.b32 row0, row, one, 31, {every};  shfl.sync.idx.b32 place0, place, one, 31, {every};
+      shfl.sync.idx.b32 row1, row, other, 31, {every};  shfl.sync.idx.b32 place1, place, other, 31, {every};
+      mad.wide.u32 from0, row0, {size}, of_layer;  mad.wide.u32 from1, row1, {size}, of_layer;
+      mad.wide.u32 to0, place0, {size}, $9;  mad.wide.u32 to1, place1, {size}, $9;
+      add.u64 to0, to0, in_record;  add.u64 to1, to1, in_record;
+      {copy_pair(shape)}
+      bra.uni MOVE;
+
+    ADVANCE:
+      add.u32 index, index, {WARPS};  bra.uni TILE;
+    DONE:
+    }}"""
+
+
+def chunk_bytes(shape: Shape) -> int:
+    """What one lane moves at a time. Records lie one after another from an aligned address on."""
+    return next(size for size in (16, 8, 4) if shape.record_bytes % size == 0)
+
+
+def copy_pair(shape: Shape) -> str:
+    """from0 -> to0, and where there is a second record from1 -> to1: all loads of a group before its first store."""
+    size = chunk_bytes(shape)
+    words = size // 4
+    kind = f"v{words}.b32" if words > 1 else "b32"
+    chunks, lines = shape.record_bytes // size, []
+    for first in range(0, chunks, 32 * LOADS):
+        stores = []
+        for load, chunk in enumerate(range(first, min(chunks, first + 32 * LOADS), 32)):
+            # The last load of a record may be for some lanes only.
+            lines.append(f"setp.lt.u32 in0, lane, {chunks - chunk};  and.pred in1, in0, is_pair;")
+            stores.append(lines[-1])
+            for record in range(2):
+                names = [f"v{(2 * load + record) * 4 + word}" for word in range(words)]
+                values = "{" + ", ".join(names) + "}" if words > 1 else names[0]
+                at = chunk * size
+                lines.append(f"@in{record} ld.global.nc.L1::no_allocate.{kind} {values}, [from{record} + {at}];")
+                stores.append(f"@in{record} st.global.{kind} [to{record} + {at}], {values};")
+        lines += stores
+    return "\n".join(lines)
+
+
+def _interpreted(shape: Shape, ahead: Ahead, page_numbers: Any) -> None:
+    """One access reads or writes a whole small array, as each takes the interpreter milliseconds."""
+    math = shape.tuning.math
+
+    @pl.loop(0, scores.work_of_block(shape) * math)
+    def _(number):
+        index, part = number // math, number % math
+        seat, tile = scores.place(shape, index)
+        page = tile * math + part
+
+        @pl.when(page < shape.page_count)  # the last tile of a seat may be cut
+        def _():
+            plgpu.barrier_wait(ahead.page_scored.at[number])
+            inside = jnp.arange(PAGE, dtype=jnp.int32)
+            row = page_numbers[seat, page] * PAGE + inside
+            is_row = (row >= 0) & (row < shape.host_rows) & (page * PAGE + inside < ahead.lengths[seat])
+            is_absent = is_row & (ahead.slot_of[...].at[jnp.where(is_row, row, 0)].get() == NO_SLOT)
+            wanted = is_absent & (ahead.verdicts[index, pl.ds(part * PAGE, PAGE)] != 0)
+            before = ahead.candidates[seat]
+            place = before - NO_CANDIDATES + jnp.cumsum(wanted, dtype=jnp.int32) - 1
+            place = jnp.where(wanted & (place < jnp.minimum(ahead.cap[seat], shape.staging)), place, shape.staging)
+            ahead.candidates[seat] = before + jnp.sum(wanted, dtype=jnp.int32)
+            ahead.rows[seat] = ahead.rows[seat].at[place].set(row, mode="drop")
+            found = ahead.pool[ahead.layer[0]].at[jnp.where(is_row, row, 0)].get()
+            ahead.records[seat] = ahead.records[seat].at[place].set(found, mode="drop")

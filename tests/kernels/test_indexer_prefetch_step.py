@@ -1,0 +1,55 @@
+"""A decode step that copies rows ahead inside the scorer: still the resident run, bit for bit.
+
+On a CPU the scorer is its reference, so what is held here is the wiring: which threshold, cap, lengths and maps the
+kernel is handed, and what becomes of what it staged.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from echo_jax import layer
+from pallas_kernels import indexer_prefetch
+from tests import scenarios
+from tests.scenarios import ONE_LAYER
+from tests.test_lossless import PLAIN, check_counts
+
+SETTING = PLAIN | {"memory": "jnp", "threshold": "random", "tokens": 2}
+
+
+def run(prefetch):
+    config = scenarios.cache(SETTING, offload=True, model=ONE_LAYER)
+    cache = dataclasses.replace(config.cache, prefetch_implementation=prefetch)
+    found = scenarios.Run(dataclasses.replace(config, cache=cache), scenarios.parameters(ONE_LAYER))
+    return found.history()
+
+
+def test_fused_prefetch_is_separate_prefetch_and_the_resident_run(monkeypatch):
+    calls = []
+
+    def watched(*arguments, **options):
+        calls.append(options["staging"])
+        return indexer_prefetch(*arguments, **options)
+
+    monkeypatch.setattr(layer, "indexer_prefetch", watched)
+    separate = run("separate")
+    assert calls == []
+    fused = run("fused")
+    assert set(calls) == {scenarios.cache(SETTING, offload=True, model=ONE_LAYER).cache.staging}
+
+    assert scenarios.differences(fused, scenarios.resident("bf16", "f32", 2, "plain", ONE_LAYER)) == []
+    scenarios.check_invariants(fused)
+    check_counts(fused, SETTING)
+    # Both take the lowest positions here, so that even the counts agree.
+    for ours, theirs in zip(fused.moved, separate.moved, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert sum(int(np.sum(moved.useful)) for moved in fused.moved) > 0
+    assert sum(int(np.sum(moved.refused)) for moved in fused.moved) > 0
+
+
+def test_an_unknown_way_to_prefetch_is_refused():
+    config = scenarios.cache(PLAIN, offload=True, model=ONE_LAYER).cache
+    with pytest.raises(ValueError, match="prefetch_implementation 'second stream' is unknown"):
+        dataclasses.replace(config, prefetch_implementation="second stream")
