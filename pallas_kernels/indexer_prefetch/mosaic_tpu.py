@@ -2,7 +2,8 @@
 
 It knows TPU memories (SMEM, VMEM, HBM, host), copies and semaphores. It does not know who asks; arguments are checked
 here because nothing dispatches to this file: it is an experiment, run under TPU interpretation on a CPU with its races
-looked for. It lowers for a TPU, where it has never run.
+looked for. It lowers for a TPU, where it has never run. Interpreted, the host pool is handed over in device memory (jax
+0.11.2 lowers no interpreter with a pinned argument); the kernel is told that it lies on the host all the same.
 
 What it means is `reference.py`, but for the order of float sums. One core walks over (seat, page) in order:
 
