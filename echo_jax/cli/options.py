@@ -59,10 +59,10 @@ def _add(group: Any, field: dataclasses.Field, annotation: Any) -> None:
     if choices := field.metadata.get("choices"):
         settings["choices"] = choices
     if many:
-        settings["nargs"] = "+"
+        settings["nargs"] = "*" if field.metadata.get("positional") and not is_required else "+"
     if not is_required:
         settings["default"] = field.default
-        if field.default is not None:
+        if field.default not in (None, ()):
             settings["help"] += " (default: %(default)s)"
     elif not field.metadata.get("positional"):
         settings["required"] = True

@@ -67,6 +67,36 @@ def test_a_users_policy_is_in_the_report_and_the_commands_make_the_same_rows(ech
     assert len((replayed / "out" / "report.html").read_text()) == pytest.approx(len(before), rel=0.01)
 
 
+def test_a_step_of_echo_tiny_is_explained(echo_jax, tmp_path):
+    done = echo_jax("report", "--explain", "echo-tiny", "--layers", 2, "--output", "out")
+    assert done.status == 0 and done.out.startswith("out/explained.html: ")
+    page = (tmp_path / "here" / "out" / "explained.html").read_text()
+    data = json.loads(page.split('<script type="application/json" id="data">')[1].split("</script>")[0])
+    assert [one["step"] for one in data["moments"]] == [32, 33, 34, 35] and "TopologicalSorter" in data["text"]
+    for one in data["moments"]:
+        assert len(one["selected"]) == 256 and one["recalled"] and one["useful"] and len(one["before"]) == 512
+    assert '<pre class="command">echo-jax report --explain echo-tiny --layers 2 --output out</pre>' in page
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ((), "report got 0 files of rows and no trace to explain; give files of rows, or --explain TRACE"),
+        (("rows.jsonl", "--explain", "echo-tiny"), "report got 1 files of rows and a trace to explain"),
+        (("--explain", "echo-tinny-code"), "did you mean 'echo-tiny-code'?"),
+        (("--explain", "echo-tiny", "--layers", 6), "layer 6 is none that scores"),
+        (("--explain", "echo-tiny", "--step", 64), "step 64 is not one of the trace's, 0..63"),
+        (("--explain", "echo-tiny", "--slots", "256"), "device pool holds 256 rows"),
+        (("--explain", "echo-tiny", "--policy", "emma"), "did you mean 'ema'?"),
+        (("--explain", "echo-tiny", "--policy", "clairvoyant"), "needs to know the future"),
+        (("--explain", "echo-tiny", "--cap", -1), "staging -1"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(echo_jax, tmp_path, arguments, says):
+    assert says in echo_jax("report", *arguments).error()
+    assert not list((tmp_path / "here").iterdir())
+
+
 def test_wrong_input_is_one_line_with_the_remedy(echo_jax, tmp_path):
     here = tmp_path / "here"
     assert "'nothing.jsonl': No such file" in echo_jax("report", "nothing.jsonl").error()
