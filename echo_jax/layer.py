@@ -117,8 +117,8 @@ def score_and_prefetch(
     assert state.slots is not None
     operands, wanted = scorer_operands(config, state, view, inputs)
     cap = recall.prefetch_cap(config, view)
-    rest = predicted, view.lengths, cap, state.slots.slot_of, host_pool, layer
-    found = indexer_prefetch(*(*operands, *rest), staging=config.staging, implementation=wanted)
+    arguments: Any = (*operands, predicted, view.lengths, cap, state.slots.slot_of, host_pool, layer)
+    found = indexer_prefetch(*arguments, staging=config.staging, implementation=wanted)
     return lax.optimization_barrier(found.scores), Staging(found.rows, found.records, found.refused)
 
 
