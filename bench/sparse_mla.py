@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
-from bench import gpu_timing, harness
+from bench import events, gpu_timing, harness
 from pallas_kernels.sparse_mla import cases, dispatch
 from pallas_kernels.sparse_mla.mosaic_gpu import Tuning
 
@@ -34,7 +34,7 @@ WIDTH, LATENT, K, CONTEXT = 576, 512, 2048, 65_536
 BF16_TFLOPS = 790  # dense matrix products of random numbers on this kind of machine
 BYTES = {"bf16": 1152, "fp8": 656}
 FORMATS = ("bf16", "fp8")
-# Microseconds of FlashMLA 1.0.0 on an H200, FP8 records, 128 heads, by CUDA graph replay.
+# Microseconds of FlashMLA 1.0.0 on an H200, FP8 records, 128 heads, by CUDA event replay.
 FLASHMLA = {1: 20.7, 8: 29.8, 32: 66.3, 128: 188.8}
 CLAIMS = {
     (1, 128): ("E.b1", "E.b1_goal"),
@@ -165,7 +165,7 @@ def same_bits(first: Any, second: Any) -> None:
 
 def bench() -> None:
     print(
-        "heads x B  records  parts/cluster   us in a graph [p10 p90]   kernels us   TFLOP/s  of 790   FlashMLA us",
+        "heads x B  records  parts/cluster   us by events [p10 p90]   kernels us   TFLOP/s  of 790   FlashMLA us",
         flush=True,
     )
     for (seats, heads), claims in CLAIMS.items():
@@ -174,25 +174,25 @@ def bench() -> None:
             shape = Shape(seats, heads, record_format)
             inputs = arguments(shape)
             tuning, times = best_tuning(shape, inputs)
-            graph = gpu_timing.graph_time(kernel(record_format, tuning), *inputs)
+            event = events.event_time(kernel(record_format, tuning), *inputs)
             if (seats, heads, record_format) == (32, 128, "bf16"):
                 write_ratio(times, inputs)
-            report(shape, tuning, graph, times)
-            write(shape, tuning, graph, times)
-            if slower is None or graph.median > slower[0].median:
-                slower = graph, shape, tuning
+            report(shape, tuning, event, times)
+            write(shape, tuning, event, times)
+            if slower is None or event.median > slower[0].median:
+                slower = event, shape, tuning
             del inputs
         assert slower is not None
-        graph, shape, tuning = slower
+        event, shape, tuning = slower
         for claim in claims:
             harness.record(
                 claim,
-                value=graph,
+                value=event,
                 unit="us",
                 file=FILE,
                 shapes=dict(shape.describe(), **dataclasses.asdict(tuning)),
-                method="CUDA graph of 10 calls, less the graph without them; " + METHOD,
-                fraction_of_limit=round(teraflops(shape, graph.median) / BF16_TFLOPS, 4),
+                method="CUDA events around a call; " + METHOD,
+                fraction_of_limit=round(teraflops(shape, event.median) / BF16_TFLOPS, 4),
                 notes=f"the slower of bf16 and FP8 records; limit: {BF16_TFLOPS} TFLOP/s of bf16 matrix products",
             )
 
@@ -214,27 +214,27 @@ def teraflops(shape: Shape, microseconds: float) -> float:
     return shape.operations / microseconds * 1e-6
 
 
-def report(shape: Shape, tuning: Tuning, graph: harness.Measurement, times: gpu_timing.KernelTimes) -> None:
-    speed = teraflops(shape, graph.median)
+def report(shape: Shape, tuning: Tuning, event: harness.Measurement, times: gpu_timing.KernelTimes) -> None:
+    speed = teraflops(shape, event.median)
     beside = f"{FLASHMLA[shape.seats]:8.1f}" if shape.heads == 128 else "       -"
     parts = " + ".join(f"{one.median:.1f}" for _, one in times.kernels)
     print(
-        f"{shape.heads:4} x {shape.seats:3} {shape.record_format:>7} {describe(tuning):>6}   {graph.median:8.1f} "
-        f"[{graph.p10:.1f} {graph.p90:.1f}]   {parts:>16} {speed:8.0f} {speed / BF16_TFLOPS:7.2f} {beside}",
+        f"{shape.heads:4} x {shape.seats:3} {shape.record_format:>7} {describe(tuning):>6}   {event.median:8.1f} "
+        f"[{event.p10:.1f} {event.p90:.1f}]   {parts:>16} {speed:8.0f} {speed / BF16_TFLOPS:7.2f} {beside}",
         flush=True,
     )
 
 
-def write(shape: Shape, tuning: Tuning, graph: harness.Measurement, times: gpu_timing.KernelTimes) -> None:
+def write(shape: Shape, tuning: Tuning, event: harness.Measurement, times: gpu_timing.KernelTimes) -> None:
     common: dict[str, Any] = dict(unit="us", file=FILE, shapes=dict(shape.describe(), **dataclasses.asdict(tuning)))
     what = f"sparse MLA, {shape.record_format}, {shape.heads} heads, B {shape.seats}"
-    rate = shape.gathered_bytes / graph.median * 1e-3
+    rate = shape.gathered_bytes / event.median * 1e-3
     harness.record(
-        value=graph,
-        name=f"{what}: in a graph",
-        method="CUDA graph of 10 calls, less the graph without them; " + METHOD,
-        fraction_of_limit=round(teraflops(shape, graph.median) / BF16_TFLOPS, 4),
-        notes=f"limit: {BF16_TFLOPS} TFLOP/s; {teraflops(shape, graph.median):.0f} reached; {rate:.0f} GB/s of records",
+        value=event,
+        name=f"{what}: a call",
+        method="CUDA events around a call; " + METHOD,
+        fraction_of_limit=round(teraflops(shape, event.median) / BF16_TFLOPS, 4),
+        notes=f"limit: {BF16_TFLOPS} TFLOP/s; {teraflops(shape, event.median):.0f} reached; {rate:.0f} GB/s of records",
         **common,
     )
     harness.record(
