@@ -123,11 +123,22 @@ def one_step(config: CacheConfig, host_pool, layers, chosen, new_records, step):
     scores = jnp.zeros(chosen.shape, jnp.float32)
     staging, moved, after = recall.no_staging(config, config.seats), [], jnp.int32(0)
     layers = list(layers)
+    nominations = [recall.nominate(config, layer) for layer in layers]
+    chosen, nominations = jax.lax.optimization_barrier((chosen, nominations))  # first of all, as in decode.step
     for index in range(len(layers)):
         selected = chosen + after
         if config.offload:
             layers[index], slots, counts = recall.require(
-                config, layers[index], host_pool, jnp.int32(index), view, new_records, selected, scores, staging
+                config,
+                layers[index],
+                host_pool,
+                jnp.int32(index),
+                view,
+                new_records,
+                selected,
+                scores,
+                staging,
+                nominations[index],
             )
         else:
             layers[index], slots, counts = layer_lib.keep_resident(config, layers[index], view, new_records, selected)

@@ -25,7 +25,7 @@ import numpy as np
 from echo_jax import _compat
 
 ENVIRONMENT_SWITCH = "ECHO_JAX_FFI"
-LIBRARY_VERSION = 2  # kLibraryVersion in targets.h
+LIBRARY_VERSION = 3  # kLibraryVersion in targets.h
 BUILD_COMMAND = "pip install scikit-build-core cmake ninja && pip install --no-build-isolation --no-deps -e ."
 CUDA_BUILD_COMMAND = f"export CUDACXX=/usr/local/cuda/bin/nvcc && {BUILD_COMMAND}"
 
@@ -41,6 +41,7 @@ _TARGETS = {
     "echo_read_rows": "EchoReadRows",
     "echo_write_back": "EchoWriteBack",
     "echo_copy_rows": "EchoCopyRows",
+    "echo_nominate": "EchoNominate",
     "echo_allocate": "EchoAllocate",
     "echo_release": "EchoRelease",
     "echo_top_k": "EchoTopK",
@@ -49,8 +50,8 @@ _TARGETS = {
 # kMaxTopK in top_k_kernel.cuh: what a GPU selects by echo_top_k lies in shared memory.
 GPU_MAX_TOP_K = 4096
 
-# kScratchWordsPerEntry in slots.h.
-SCRATCH_WORDS_PER_ENTRY = 8
+# kMostNominees in slots.h.
+MOST_NOMINEES = 1024
 
 
 # ---- is it there? ----------------------------------------------------------------------------------------
@@ -273,6 +274,14 @@ def top_k(score: jax.Array, visible: jax.Array, k: int) -> tuple[jax.Array, jax.
     return positions, kth_score
 
 
+def nominate(priority: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """echo_nominate: the `count` slots of lowest (priority, slot), and the marks that one echo_allocate consumes."""
+    sizes = (count, 8 + -(-priority.shape[0] // 32))  # the latter: MarksWords in slots.h
+    results = tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)
+    nominees, marks = _call("echo_nominate", results, (priority,))
+    return nominees, marks
+
+
 def allocate(
     slot_of: jax.Array,
     host_of: jax.Array,
@@ -281,18 +290,23 @@ def allocate(
     rows: jax.Array,
     touched: jax.Array,
     staged: jax.Array,
+    nominees: jax.Array,
+    marks: jax.Array,
     *,
     per_seat: int,
     new_per_seat: int,
     blocks: int = 0,
 ) -> tuple[jax.Array, ...]:
-    """echo_allocate: the four maps, in place if donated; slots, four lists of fills, all i32[M]; and counts i32[8]."""
+    """echo_allocate: the four maps, in place if donated; slots, four lists of fills, all i32[M]; and six counts
+    i32[]."""
     maps, numbers = (slot_of, host_of, priority, free), functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    lists = (numbers(rows.shape),) * 5
-    results = (*map(jax.typeof, maps), *lists, numbers((8,)), numbers((SCRATCH_WORDS_PER_ENTRY * rows.shape[0],)))
+    lists, scratch = (numbers(rows.shape),) * 5, numbers((8 * rows.shape[0] + 8,))  # AllocateScratch in slots.h
+    results = (*map(jax.typeof, (*maps, marks)), *lists, *(numbers(()),) * 6, scratch)
     attributes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat), "blocks": np.int64(blocks)}
-    operands = (*maps, rows, touched, staged)
-    return tuple(_call("echo_allocate", results, operands, {i: i for i in range(4)}, **attributes))[:-1]
+    operands = (*maps, rows, touched, staged, nominees, marks)
+    aliases = {0: 0, 1: 1, 2: 2, 3: 3, 8: 4}
+    made = tuple(_call("echo_allocate", results, operands, aliases, **attributes))
+    return *made[:4], *made[5:-1]
 
 
 def release(

@@ -18,6 +18,7 @@ from jax import lax
 from echo_jax import attend, indexer, recall, threshold
 from echo_jax.config import CacheConfig
 from echo_jax.indexer import Selection
+from echo_jax.pool import Nomination
 from echo_jax.recall import StepView
 from echo_jax.stats import Moved
 from echo_jax.types import NO_POSITION, PAGE, LayerState, Staging
@@ -59,13 +60,15 @@ def echo_layer(
     scale: float,
     shared: LayerOutput | None = None,
     staging: Staging | None = None,
+    nomination: Nomination | None = None,
     selector: Selector | None = None,
 ) -> tuple[LayerState, LayerOutput]:
     """Attention of one layer over a cache whose records live on the host.
 
     On return the layer's maps and pool hold every selected row. `shared` is the output of the full layer whose selected
     set this layer reuses, and `staging` what `recall.read_ahead` copied for it; without `shared` the layer scores,
-    copies ahead and selects for itself, by `selector` or else the exact top-k.
+    copies ahead and selects for itself, by `selector` or else the exact top-k. `nomination` is `recall.nominate` of
+    this layer's maps, found early.
     """
     # Finished values go in: what XLA fuses into projections must not depend on whether the cache is offloaded.
     inputs = lax.optimization_barrier(inputs)
@@ -87,7 +90,7 @@ def echo_layer(
     if config.offload:
         assert host_pool is not None
         state, slots, moved = recall.require(
-            config, state, host_pool, layer, view, new_records, selection.positions, scores, staging
+            config, state, host_pool, layer, view, new_records, selection.positions, scores, staging, nomination
         )
     else:
         state, slots, moved = keep_resident(config, state, view, new_records, selection.positions)

@@ -69,11 +69,31 @@ def before_touch(maps: SlotMaps, rows: jax.Array) -> tuple[jax.Array, jax.Array]
     return jnp.where(is_absent, FREE_PRIORITY, maps.priority[jnp.maximum(slots, 0)]), is_absent
 
 
+class Nomination(NamedTuple):
+    """Which slots of some maps would be taken first. For one `allocate` of the same maps."""
+
+    slots: jax.Array  # i32[C]  the slots of lowest (priority, slot), in this order
+    marks: jax.Array  # i32[...]  the library's own
+
+
+def nominate(maps: SlotMaps, *, implementation: str = "auto") -> Nomination | None:
+    """What `allocate` can know before it knows its rows: the slots that will be taken unless they are protected.
+
+    A hint that changes no result: it depends on the maps alone, so that a graph finds it beside the scores of a layer,
+    and `allocate` then looks at no other slots as long as these suffice. None where jnp keeps the maps, which sorts all
+    slots anyway.
+    """
+    if not _is_by_library(implementation):
+        return None
+    return Nomination(*_ffi.nominate(maps.priority, min(maps.priority.shape[0], _ffi.MOST_NOMINEES)))
+
+
 def allocate(
     maps: SlotMaps,
     rows: jax.Array,
     priority: jax.Array,
     staged: jax.Array | None = None,
+    nomination: Nomination | None = None,
     *,
     per_seat: int | None = None,
     new_per_seat: int = 0,
@@ -90,13 +110,18 @@ def allocate(
     Of several priorities for one slot the highest wins; FREE_PRIORITY and PROTECTED are not a policy's to give and
     become the next one inside.
 
+    nomination: `nominate` of the same maps, by the same implementation; without one it is made here.
+
     implementation: who keeps the maps, one of _ffi.IMPLEMENTATIONS; the result is the same. A named one works or raises
     RuntimeError with the reason and the remedy.
     """
     per_seat = max(rows.shape[0], 1) if per_seat is None else per_seat
     staged = jnp.zeros((0,), jnp.int32) if staged is None else staged
-    allocate_by = _allocate_by_library if _is_by_library(implementation) else _allocate_by_jnp
-    return allocate_by(maps, rows, priority, staged, per_seat, new_per_seat)
+    if not _is_by_library(implementation):
+        return _allocate_by_jnp(maps, rows, priority, staged, per_seat, new_per_seat)
+    nomination = nominate(maps, implementation=implementation) if nomination is None else nomination
+    assert nomination is not None
+    return _allocate_by_library(maps, rows, priority, staged, nomination, per_seat, new_per_seat)
 
 
 def _allocate_by_jnp(maps: SlotMaps, rows, priority, staged, per_seat: int, new_per_seat: int):
@@ -115,8 +140,7 @@ def _allocate_by_jnp(maps: SlotMaps, rows, priority, staged, per_seat: int, new_
     is_first = is_missing & (slot_of[jnp.maximum(rows, 0)] == marker)
 
     # The slots of lowest (priority, slot), as many as could be missing; a missing row takes the one at its rank.
-    comparable = jnp.where(was_used, PROTECTED, maps.priority)
-    _, order = lax.sort((comparable, jnp.arange(device_slots, dtype=jnp.int32)), num_keys=1, is_stable=True)
+    order = in_order(jnp.where(was_used, PROTECTED, maps.priority))
     rank = jnp.cumsum(is_first.astype(jnp.int32)) - 1
     taken = jnp.where(is_first, order[jnp.clip(rank, 0, device_slots - 1)], NO_SLOT)
     taken_or_outside = jnp.where(is_first, taken, device_slots)
@@ -154,6 +178,12 @@ def _allocate_by_jnp(maps: SlotMaps, rows, priority, staged, per_seat: int, new_
         written=count(is_new),
         evicted=count(victims != NO_ROW),
     )
+
+
+def in_order(priority: jax.Array) -> jax.Array:
+    """i32[N_G]: the slots in ascending order of (priority, slot). Its first ones are what `nominate` names."""
+    slots = jnp.arange(priority.shape[0], dtype=jnp.int32)
+    return lax.sort((priority, slots), num_keys=1, is_stable=True)[1]
 
 
 def _compact(mask: jax.Array, listed: jax.Array) -> jax.Array:
@@ -202,14 +232,14 @@ def _mark(mask: jax.Array, slots: jax.Array) -> jax.Array:
     return mask.at[jnp.where(slots == NO_SLOT, mask.shape[0], slots)].set(True, mode="drop")
 
 
-def _allocate_by_library(maps: SlotMaps, rows, priority, staged, per_seat: int, new_per_seat: int, blocks: int = 0):
+def _allocate_by_library(
+    maps: SlotMaps, rows, priority, staged, nomination: Nomination, per_seat: int, new_per_seat: int, blocks: int = 0
+):
     sizes = {"per_seat": per_seat, "new_per_seat": new_per_seat, "blocks": blocks}
-    results = _ffi.allocate(*_leaves(maps), rows, priority, staged, **sizes)
-    slot_of, host_of, updated_priority, free, slots, fill_rows, fill_slots, mention, source, counts = results
-    to_fill, hits, useful, recalled, written, evicted = (counts[index] for index in range(6))
-    fills = Fills(fill_rows, fill_slots, mention, source, to_fill)
+    results = _ffi.allocate(*_leaves(maps), rows, priority, staged, *nomination, **sizes)
+    slot_of, host_of, updated_priority, free, slots = results[:5]
     updated = SlotMaps(slot_of=slot_of, host_of=host_of, priority=updated_priority, free=free)
-    return updated, Allocation(slots, fills, hits, useful, recalled, written, evicted)
+    return updated, Allocation(slots, Fills(*results[5:10]), *results[10:])
 
 
 def _leaves(maps: SlotMaps) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from echo_jax import hostmem, pool
 from echo_jax.config import CacheConfig
-from echo_jax.pool import Allocation
+from echo_jax.pool import Allocation, Nomination
 from echo_jax.stats import Moved
 from echo_jax.types import NO_POSITION, NO_ROW, LayerState, SlotMaps, Staging
 
@@ -127,6 +127,15 @@ def _stage(config: CacheConfig, host_pool, layer, view: StepView, found: jax.Arr
     return Staging(rows, records.reshape(*rows.shape, *config.records.shape), refused)
 
 
+def nominate(config: CacheConfig, state: LayerState) -> Nomination | None:
+    """A hint to `require`: the slots that it will take unless they turn out to be selected. It needs nothing but the
+    maps as the step before left them, so a graph finds it beside everything that comes before `require`. None in the
+    resident run, and where `require` has no use for it."""
+    if state.slots is None:
+        return None
+    return pool.nominate(state.slots, implementation=config.slot_manager)
+
+
 def require(
     config: CacheConfig,
     state: LayerState,
@@ -137,14 +146,16 @@ def require(
     selected: jax.Array,
     selected_scores: jax.Array,
     staging: Staging,
+    nomination: Nomination | None = None,
 ) -> tuple[LayerState, jax.Array, Moved]:
     """Makes the step's new rows and selected rows resident; returns the slots of the latter, i32[B, T, K].
 
     new_records [B, T, *record], selected i32[B, T, K] positions with their scores f32[B, T, K]. Missing rows are filled
-    from the new record, from staging where staged, from the host otherwise.
+    from the new record, from staging where staged, from the host otherwise. `nomination` is what `nominate` said of the
+    same maps.
     """
     assert state.slots is not None
-    maps, allocation = plan(config, state.slots, view, selected, selected_scores, staging.rows)
+    maps, allocation = plan(config, state.slots, view, selected, selected_scores, staging.rows, nomination)
     fills = allocation.fills
     records = hostmem.recall(
         state.records,
@@ -178,11 +189,13 @@ def plan(
     selected: jax.Array,
     selected_scores: jax.Array,
     staged_rows: jax.Array,
+    nomination: Nomination | None = None,
 ) -> tuple[SlotMaps, Allocation]:
     """The integer half of `require`: who gets which slot and what each is filled from. Moves no record.
 
     selected i32[B, T, K] positions with their scores f32[B, T, K]; staged_rows i32[B, S]. A seat's list is its T new
-    rows, then the rows it selected in order; `Allocation.slots` has its shape, i32[B * (T + T * K)].
+    rows, then the rows it selected in order; `Allocation.slots` has its shape, i32[B * (T + T * K)]. Without a
+    nomination of these maps it is made here, on the way that the step waits for.
     """
     seats, count = view.new_rows.shape
     wanted = jnp.concatenate([view.new_rows, rows_at(view.rows, selected.reshape(seats, -1))], axis=1)
@@ -194,6 +207,7 @@ def plan(
         rows,
         priority,
         staged_rows.reshape(-1),
+        nomination,
         per_seat=wanted.shape[1],
         new_per_seat=count,
         implementation=config.slot_manager,

@@ -42,6 +42,7 @@ VARIANTS = {
         "score_implementation": "mosaic_gpu",
         "prefetch_implementation": "fused",
     },
+    "mosaic_attend": {"fp8": True, "attend_implementation": "mosaic_gpu"},
     "resident": {"offload": False},
     "resident_four_tokens": {"offload": False, "tokens_per_step": 4},
 }
@@ -66,6 +67,8 @@ def configure(offload: bool = True, fp8: bool = False, tokens_per_step: int = 1,
         model = dataclasses.replace(GLM, index_head_dim=128)
     else:
         model = GLM
+    if changes.get("attend_implementation") == "mosaic_gpu":
+        model = dataclasses.replace(model, kv_lora_rank=512, qk_rope_head_dim=64)
     config = scenarios.cache(setting, offload=offload, model=model)
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, **changes))
 
@@ -117,13 +120,15 @@ def test_the_step_is_one_graph_in_place(variant):
     assert memory.alias_size_in_bytes == bytes_of(state) - on_host, "some part of the state is not updated in place"
     assert memory.host_temp_size_in_bytes == 0
     assert not copies_of(compiled, state.layers[0].records.shape)
-    assert ("mosaic_gpu" in compiled.text) == (config.cache.score_implementation == "mosaic_gpu")
+    asked = (config.cache.score_implementation, config.cache.attend_implementation)
+    assert ("mosaic_gpu" in compiled.text) == ("mosaic_gpu" in asked)
     if state.host_pool is not None:
         assert not copies_of(compiled, state.host_pool.shape)
         calls = re.findall(r'custom_call_target="(echo_\w+)"', compiled.text)
         layers = config.cache.num_layers
         assert calls.count("echo_recall") == layers and calls.count("echo_write_back") == 1
-        assert calls.count("echo_allocate") == (layers if config.cache.slot_manager == "auto" else 0)
+        managed = layers if config.cache.slot_manager == "auto" else 0
+        assert calls.count("echo_allocate") == calls.count("echo_nominate") == managed
         full = config.cache.layer_kinds.count("full")
         separate = config.cache.staging and not config.cache.prefetches_in_scorer
         ahead = (full if separate else 0) + (layers - full if config.cache.read_ahead else 0)

@@ -163,72 +163,115 @@ def emulator(tmp_path_factory):
     command += ["-DECHO_EMULATE", *(f"-I{folder}" for folder in folders), "-isystem", jax.ffi.include_dir()]
     subprocess.run([*command, str(folders[0] / "slots.cc"), "-o", str(path)], check=True, timeout=100)
     library = ctypes.CDLL(str(path))
-    library.EmulateSharedBytes.restype = ctypes.c_int64
+    library.EmulateAllocateBytes.restype = library.EmulateNominateBytes.restype = ctypes.c_int64
     return library
 
 
-def emulate(emulator, maps, rows, priority, staged, *, per_seat, new_per_seat, blocks, shared_limit, seed):
-    """pool.allocate's results by the emulated kernel; every buffer it should write holds garbage before."""
-    random = np.random.default_rng(seed)
-    length = len(rows)
-    kept = [np.array(array) for array in (maps.slot_of, maps.host_of, maps.priority)]
-    free = np.array(maps.free)
-    given = [np.array(array, np.int32) for array in (rows, priority, staged)]
-    results = [random.integers(-(2**31), 2**31, size).astype(np.int32) for size in (*[length] * 5, 8, 8 * length)]
-    pointers = [array.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)) for array in (*kept, *given, *results)]
-    sizes = (len(maps.slot_of), len(maps.host_of), length, len(staged), per_seat, new_per_seat)
+def pointers_to(arrays):
+    pointers = [array.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)) for array in arrays]
+    return (ctypes.POINTER(ctypes.c_int32) * len(pointers))(*pointers)
+
+
+def sizes_of(*sizes):
+    return (ctypes.c_int32 * len(sizes))(*sizes)
+
+
+def garbage(random, *sizes) -> list[np.ndarray]:
+    return [random.integers(-(2**31), 2**31, size).astype(np.int32) for size in sizes]
+
+
+def emulate_nominate(emulator, priority, count, *, blocks, shared_limit, seed):
+    """Nominees and marks by the emulated kernel; every buffer it should write holds garbage before."""
+    given = np.array(priority, np.int32)
+    results = garbage(np.random.default_rng(seed), count, 8 + -(-len(given) // 32))
     error = ctypes.create_string_buffer(200)
-    emulator.EmulateAllocate(
-        (ctypes.POINTER(ctypes.c_int32) * len(pointers))(*pointers),
-        free.ctypes.data_as(ctypes.c_void_p),
-        (ctypes.c_int32 * len(sizes))(*sizes),
+    emulator.EmulateNominate(
+        pointers_to([given, *results]),
+        sizes_of(len(given), count),
         ctypes.c_int(blocks),
         ctypes.c_int64(shared_limit),
         ctypes.c_uint64(seed),
         error,
     )
     assert not error.value, error.value.decode()
-    slot_of, host_of, updated, is_free, *lists, counts = map(jnp.asarray, (*kept, free, *results[:-1]))
-    slots, fill_rows, fill_slots, mention, source = lists
-    fills = pool.Fills(fill_rows, fill_slots, mention, source, counts[0])
-    allocation = pool.Allocation(slots, fills, counts[1], counts[2], counts[3], counts[4], counts[5])
+    np.testing.assert_array_equal(given, priority)
+    return results[0], results[1]
+
+
+def emulate(
+    emulator, maps, rows, priority, staged, nominees, *, per_seat, new_per_seat, blocks, clusters, shared_limit, seed
+):
+    """pool.allocate's results by the emulated kernel; every buffer it should write holds garbage before."""
+    random = np.random.default_rng(seed)
+    length = len(rows)
+    kept = [np.array(array) for array in (maps.slot_of, maps.host_of, maps.priority)]
+    free = np.array(maps.free)
+    given = [np.array(array, np.int32) for array in (rows, priority, staged, nominees)]
+    marks = np.zeros(8 + -(-len(free) // 32), np.int32)
+    results = garbage(random, *[length] * 5, *[1] * 6, 8 * length + 8)
+    error = ctypes.create_string_buffer(200)
+    emulator.EmulateAllocate(
+        pointers_to([*kept, *given, marks, *results]),
+        free.ctypes.data_as(ctypes.c_void_p),
+        sizes_of(len(maps.slot_of), len(free), length, len(staged), per_seat, new_per_seat, len(nominees)),
+        ctypes.c_int(blocks),
+        ctypes.c_int(clusters),
+        ctypes.c_int64(shared_limit),
+        ctypes.c_uint64(seed),
+        error,
+    )
+    assert not error.value, error.value.decode()
+    slot_of, host_of, updated, is_free = map(jnp.asarray, (*kept, free))
+    slots, fill_rows, fill_slots, mention, source = map(jnp.asarray, results[:5])
+    to_fill, hits, useful, recalled, written, evicted = (jnp.asarray(count[0]) for count in results[5:11])
+    fills = pool.Fills(fill_rows, fill_slots, mention, source, to_fill)
+    allocation = pool.Allocation(slots, fills, hits, useful, recalled, written, evicted)
     return SlotMaps(slot_of=slot_of, host_of=host_of, priority=updated, free=is_free), allocation
 
 
-@pytest.mark.parametrize("is_tight", [False, True], ids=["shared", "reread"])
-@pytest.mark.parametrize("case", histories.CASES, ids=lambda case: case.name)
-def test_the_kernel_of_the_gpu_emulated(library, emulator, case, is_tight):
-    """Two blocks of 1024 threads. With `reread`, shared memory holds neither the priorities nor the list."""
-    random = np.random.default_rng(1)
+@functools.partial(jax.jit, static_argnames="count")
+def lowest(priority, count):
+    return pool.in_order(priority)[:count]
+
+
+def check_history(emulator, case, seed, steps, *, blocks, clusters, nominated, is_tight=False):
+    """The emulated kernels against the CPU twin. `nominated`: of each step's list, a share of the most there can be.
+    `is_tight`: shared memory holds neither the priorities nor the list."""
+    marks_bytes = case.slots // 8 + 128
+    nominate_limit = emulator.EmulateNominateBytes() + marks_bytes if is_tight else GPU_SHARED_BYTES
+    allocate_limit = emulator.EmulateAllocateBytes() + marks_bytes if is_tight else GPU_SHARED_BYTES
+    random = np.random.default_rng(seed)
     maps = histories.draw_maps(random, case)
     sizes = {"per_seat": case.per_seat, "new_per_seat": case.new_per_seat}
     by_twin = jax.jit(functools.partial(allocate, **sizes))
-    limit = emulator.EmulateSharedBytes() + case.slots // 8 + 128 if is_tight else GPU_SHARED_BYTES
-    for step in range(4):
+    for step in range(steps):
         rows = histories.draw_rows(random, case, maps)
         priority = histories.draw_priorities(random, case, step, len(rows))
         staged = histories.draw_staged(random, case, rows)
         expected = jax.device_get(by_twin(*jax.device_put((maps, rows, priority, staged), CPU)))
-        got = emulate(emulator, maps, rows, priority, staged, **sizes, blocks=2, shared_limit=limit, seed=step)
-        assert_equal(got, expected)
+        count = int(min(case.slots, 1024) * nominated[step % len(nominated)])
+        nominees = np.asarray(lowest(jax.device_put(maps.priority, CPU), count))
+        named, marks = emulate_nominate(
+            emulator, maps.priority, count, blocks=min(blocks, 8), shared_limit=nominate_limit, seed=step
+        )
+        np.testing.assert_array_equal(named, nominees)
+        assert not marks.any()
+        run = {"blocks": blocks, "clusters": clusters, "shared_limit": allocate_limit, "seed": step}
+        assert_equal(emulate(emulator, maps, rows, priority, staged, nominees, **sizes, **run), expected)
         maps = expected[0]
+
+
+@pytest.mark.parametrize("is_tight", [False, True], ids=["shared", "reread"])
+@pytest.mark.parametrize("case", histories.CASES, ids=lambda case: case.name)
+def test_the_kernels_of_the_gpu_emulated(library, emulator, case, is_tight):
+    """Clusters of two blocks of 1024 threads: one, with all nominees or none; or three, with few nominees."""
+    clusters, nominated = (3, [0.1, 1.0]) if is_tight else (1, [1.0, 0.0])
+    run = {"blocks": 2, "clusters": clusters, "nominated": nominated, "is_tight": is_tight}
+    check_history(emulator, case, 1, 4, **run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [8, 16])
 @pytest.mark.parametrize("case", histories.CASES, ids=lambda case: case.name)
-def test_the_kernel_of_the_gpu_emulated_in_full(library, emulator, case, blocks):
-    random = np.random.default_rng(blocks)
-    maps = histories.draw_maps(random, case)
-    sizes = {"per_seat": case.per_seat, "new_per_seat": case.new_per_seat}
-    by_twin = jax.jit(functools.partial(allocate, **sizes))
-    for step in range(3):
-        rows = histories.draw_rows(random, case, maps)
-        priority = histories.draw_priorities(random, case, step, len(rows))
-        staged = histories.draw_staged(random, case, rows)
-        expected = jax.device_get(by_twin(*jax.device_put((maps, rows, priority, staged), CPU)))
-        got = emulate(
-            emulator, maps, rows, priority, staged, **sizes, blocks=blocks, shared_limit=GPU_SHARED_BYTES, seed=1
-        )
-        assert_equal(got, expected)
-        maps = expected[0]
+def test_the_kernels_of_the_gpu_emulated_in_full(library, emulator, case, blocks):
+    check_history(emulator, case, blocks, 3, blocks=blocks, clusters=2, nominated=[1.0, 0.5, 0.0])

@@ -3,13 +3,16 @@
 #ifndef ECHO_FFI_SLOTS_H_
 #define ECHO_FFI_SLOTS_H_
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 
 #include "echo_ffi/records.h"
 
 namespace echo_ffi {
 
 using Numbers = ffi::Buffer<ffi::S32>;
+using Number = ffi::BufferR0<ffi::S32>;
 using Flags = ffi::Buffer<ffi::PRED>;
 
 // FREE_PRIORITY, PROTECTED, NO_SLOT, NO_ROW and NO_PLACE of echo_jax/pool.py and types.py.
@@ -18,11 +21,19 @@ inline constexpr int32_t kProtected = INT32_MAX;
 inline constexpr int32_t kNoSlot = -1;
 inline constexpr int32_t kNoRow = -1;
 
-// Places in counts.
-enum Count : int { kToFill, kHits, kUseful, kRecalled, kWritten, kEvicted, kCounts = 8 };
+// What is counted, in the order of the results. A result each: where XLA has to cut them out of one list, it launches a
+// copy for each, and what comes next waits.
+enum Count : int { kToFill, kHits, kUseful, kRecalled, kWritten, kEvicted, kCounts };
 
-// Words of scratch for each entry of the list; _ffi.allocate holds the same number.
-inline constexpr int64_t kScratchWordsPerEntry = 8;
+// Words of scratch of echo_allocate; _ffi.py holds the same number, and those of the marks below.
+constexpr int64_t AllocateScratch(int64_t length) { return 8 * length + 8; }
+
+// The most nominees that can be asked for: one block looks at all of them.
+inline constexpr int64_t kMostNominees = 1024;
+
+// Words of marks: a bit of each slot, behind what the blocks of a grid tell each other.
+inline constexpr int64_t kMarksHeader = 8;
+constexpr int64_t MarksWords(int64_t device_slots) { return kMarksHeader + (device_slots + 31) / 32; }
 
 struct Maps {
   int32_t* slot_of = nullptr;   // [host_rows]
@@ -38,8 +49,11 @@ struct AllocateViews {
   const int32_t* rows = nullptr;     // [length]
   const int32_t* touched = nullptr;  // [length]  the priority each entry gives its slot
   const int32_t* staged = nullptr;   // [staged_length]
+  const int32_t* nominees = nullptr; // [nominated]
+  int32_t* marks = nullptr;          // [MarksWords(device_slots)]
   int64_t length = 0;
   int64_t staged_length = 0;
+  int64_t nominated = 0;
   int64_t per_seat = 0;
   int64_t new_per_seat = 0;
   int32_t* slots = nullptr;         // [length], as the four below
@@ -47,8 +61,8 @@ struct AllocateViews {
   int32_t* fill_slots = nullptr;
   int32_t* fill_mention = nullptr;
   int32_t* fill_source = nullptr;
-  int32_t* counts = nullptr;   // [kCounts]
-  int32_t* scratch = nullptr;  // [length * kScratchWordsPerEntry]
+  int32_t* counts[kCounts] = {};  // one number each
+  int32_t* scratch = nullptr;  // [AllocateScratch(length)]
 
   int64_t new_rows() const { return length / per_seat * new_per_seat; }
   bool IsNew(int64_t mention) const { return mention % per_seat < new_per_seat; }
@@ -80,10 +94,24 @@ inline ffi::Error ViewMaps(const char* target, Numbers slot_of, Numbers host_of,
   return ffi::Error::Success();
 }
 
-inline ffi::Error ViewAllocate(const char* target, Numbers rows, Numbers touched, Numbers staged,
-                               ffi::Result<Numbers> slots, ffi::Result<Numbers> fill_rows,
+inline ffi::Error ViewNominate(const char* target, Numbers priority, ffi::Result<Numbers> nominees,
+                               ffi::Result<Numbers> marks) {
+  const int64_t device_slots = priority.element_count(), nominated = nominees->element_count();
+  if (device_slots >= INT32_MAX) {
+    return Refuse(target, ": ", device_slots, " slots, but fewer than 2147483647 can be numbered");
+  }
+  if (nominated > std::min(device_slots, kMostNominees)) {
+    return Refuse(target, ": ", nominated, " nominees of ", device_slots, " slots are asked for, but at most all slots and ",
+                  kMostNominees, " can be nominated; ask for fewer");
+  }
+  return SameLength(target, "marks wanted", MarksWords(device_slots), "marks", marks->element_count());
+}
+
+// `views->maps` is seen already.
+inline ffi::Error ViewAllocate(const char* target, Numbers rows, Numbers touched, Numbers staged, Numbers nominees,
+                               Numbers marks, ffi::Result<Numbers> slots, ffi::Result<Numbers> fill_rows,
                                ffi::Result<Numbers> fill_slots, ffi::Result<Numbers> fill_mention,
-                               ffi::Result<Numbers> fill_source, ffi::Result<Numbers> counts,
+                               ffi::Result<Numbers> fill_source, std::initializer_list<ffi::Result<Number>> counts,
                                ffi::Result<Numbers> scratch, int64_t per_seat, int64_t new_per_seat,
                                AllocateViews* views) {
   const int64_t length = rows.element_count();
@@ -99,12 +127,19 @@ inline ffi::Error ViewAllocate(const char* target, Numbers rows, Numbers touched
   ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_slots", fill_slots->element_count()));
   ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_mention", fill_mention->element_count()));
   ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_source", fill_source->element_count()));
-  ECHO_RETURN_IF_ERROR(SameLength(target, "counts wanted", kCounts, "counts", counts->element_count()));
-  ECHO_RETURN_IF_ERROR(SameLength(target, "scratch wanted", length * kScratchWordsPerEntry, "scratch",
-                                  scratch->element_count()));
+  ECHO_RETURN_IF_ERROR(
+      SameLength(target, "scratch wanted", AllocateScratch(length), "scratch", scratch->element_count()));
+  ECHO_RETURN_IF_ERROR(
+      SameLength(target, "marks wanted", MarksWords(views->maps.device_slots), "marks", marks.element_count()));
+  if (static_cast<int64_t>(nominees.element_count()) > kMostNominees) {
+    return Refuse(target, ": ", nominees.element_count(), " nominees, but at most ", kMostNominees, " are looked at");
+  }
   views->rows = rows.typed_data();
   views->touched = touched.typed_data();
   views->staged = staged.typed_data();
+  views->nominees = nominees.typed_data();
+  views->nominated = nominees.element_count();
+  views->marks = marks.typed_data();
   views->length = length;
   views->staged_length = staged.element_count();
   views->per_seat = per_seat;
@@ -114,7 +149,8 @@ inline ffi::Error ViewAllocate(const char* target, Numbers rows, Numbers touched
   views->fill_slots = fill_slots->typed_data();
   views->fill_mention = fill_mention->typed_data();
   views->fill_source = fill_source->typed_data();
-  views->counts = counts->typed_data();
+  int32_t** next = views->counts;
+  for (const ffi::Result<Number>& count : counts) *next++ = const_cast<ffi::Result<Number>&>(count)->typed_data();
   views->scratch = scratch->typed_data();
   return ffi::Error::Success();
 }

@@ -283,6 +283,7 @@ inline int __reduce_add_sync(unsigned mask, int value) {
   return sum;
 }
 
+inline void __threadfence() {}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __clzll(long long bits) { return bits == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(bits)); }
@@ -307,6 +308,12 @@ template <typename T>
 T atomicMax(T* to, T value) {
   const T old = *to;
   *to = std::max(old, value);
+  return old;
+}
+template <typename T>
+T atomicCAS(T* to, T expected, T value) {
+  const T old = *to;
+  if (old == expected) *to = value;
   return old;
 }
 template <typename T>

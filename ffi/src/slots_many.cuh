@@ -1,0 +1,213 @@
+// What a cluster does to settle any number of missing rows. Knows the mentions as the look left them in `slots`.
+//
+//   Mark     every mention of a missing row writes its marker into slot_of, of which the lowest, the first mention's, stays.
+//   Rank     they read who was first; firsts are counted in list order; later mentions hand their priority to the first;
+//            staged rows find the first mention of their row.
+//   Select   SelectLowest, with barriers of its own.
+//   Finish   firsts take the slot of their rank, write all maps and the fills; later mentions read the first's rank.
+#ifndef ECHO_FFI_SLOTS_MANY_CUH_
+#define ECHO_FFI_SLOTS_MANY_CUH_
+
+#include <cstdint>
+
+#include "echo_ffi/targets.h"
+#include "slots_few.cuh"
+#include "slots_select.cuh"
+
+namespace echo_ffi {
+
+// The entries of a warp's run, kTogether rounds of 32 at a time: what they load is under way together.
+inline constexpr int kTogether = 4;
+
+// ---- Mark --------------------------------------------------------------------------------------------------------------
+
+template <int kBlocks>
+__device__ void Mark(Block<kBlocks>& block) {
+  const AllocateTask& task = block.task;
+  int fresh = 0;
+  for (int round = block.run_begin; round < block.run_end; round += 32 * kTogether) {
+    int32_t seen[kTogether], row[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int m = round + 32 * i + Lane();
+      seen[i] = m < block.run_end ? __ldcg(task.slots + m) : kNoSlot;
+      row[i] = m < block.run_end ? task.rows[m] : kNoRow;
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int m = round + 32 * i + Lane();
+      if (m >= block.run_end) continue;
+      block.seen[m - block.begin] = seen[i];
+      fresh += seen[i] != kNoSlot && block.IsNew(m);
+      if (seen[i] != kMissing) continue;
+      block.place()[m] = INT32_MAX;
+      block.best()[m] = Clamped(task.touched[m]);
+      atomicMin(task.slot_of + row[i], block.MarkerOf(m));
+    }
+  }
+  fresh = __reduce_add_sync(kAllLanes, fresh);
+  if (Lane() < kBlocks && fresh > 0) atomicAdd(Remote(&block.shared.new_of_blocks[block.rank], Lane()), fresh);
+}
+
+// ---- Rank --------------------------------------------------------------------------------------------------------------
+
+template <int kBlocks>
+__device__ void Rank(Block<kBlocks>& block) {
+  auto& shared = block.shared;
+  const AllocateTask& task = block.task;
+  int first_in_warp = 0, fill_in_warp = 0;
+  for (int round = block.run_begin; round < block.run_end; round += 32 * kTogether) {
+    int32_t seen[kTogether], given[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int m = round + 32 * i + Lane();
+      seen[i] = m < block.run_end ? block.seen[m - block.begin] : kNoSlot;
+      given[i] = seen[i] < kNoSlot ? task.touched[m] : 0;
+      if (seen[i] == kMissing) seen[i] = __ldcg(task.slot_of + task.rows[m]);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int m = round + 32 * i + Lane();
+      const bool is_first = seen[i] < kNoSlot && seen[i] == block.MarkerOf(m);
+      if (seen[i] < kNoSlot) {
+        block.seen[m - block.begin] = seen[i];
+        if (!is_first) atomicMax(block.best() + block.MentionOf(seen[i]), Clamped(given[i]));
+      }
+      const bool must_fill = is_first || (seen[i] != kNoSlot && block.IsNew(m));
+      first_in_warp += __popc(__ballot_sync(kAllLanes, is_first));
+      fill_in_warp += __popc(__ballot_sync(kAllLanes, must_fill));
+    }
+  }
+  if (Lane() == 0) {
+    shared.warp_first[Warp()] = first_in_warp;
+    shared.warp_fill[Warp()] = fill_in_warp;
+  }
+  for (int e = block.rank * kThreads + threadIdx.x; e < task.staged_length; e += kBlocks * kThreads) {
+    const int32_t row = task.staged[e];
+    if (!block.IsRow(row)) continue;
+    const int32_t marker = __ldcg(task.slot_of + row);
+    if (marker < kNoSlot) atomicMin(block.place() + block.MentionOf(marker), e);
+  }
+  __syncthreads();
+  const Prefix firsts = PrefixOfWarps(shared.warp_first), fills = PrefixOfWarps(shared.warp_fill);
+  if (threadIdx.x < kBlocks) {
+    *Remote(&shared.first_of_blocks[block.rank], threadIdx.x) = firsts.total;
+    *Remote(&shared.fill_of_blocks[block.rank], threadIdx.x) = fills.total;
+  }
+  int next = firsts.before;
+  for (int round = block.run_begin; first_in_warp > 0 && round < block.run_end; round += 32) {
+    const int m = round + Lane();
+    const bool is_first = m < block.run_end && block.seen[m - block.begin] == block.MarkerOf(m);
+    const unsigned lanes = __ballot_sync(kAllLanes, is_first);
+    if (is_first) block.order()[m] = next + __popc(lanes & ((1u << Lane()) - 1));
+    next += __popc(lanes);
+  }
+}
+
+// ---- Finish ------------------------------------------------------------------------------------------------------------
+
+template <int kBlocks>
+__device__ void TakeSlot(Block<kBlocks>& block, int mention, int32_t row, int32_t slot) {
+  const AllocateTask& task = block.task;
+  task.slot_of[row] = slot;
+  if (slot == kNoSlot) return;  // more rows than slots: the caller broke the promise, and the row stays where it is
+  const int32_t victim = __ldcg(task.host_of + slot);
+  if (block.IsRow(victim)) task.slot_of[victim] = kNoSlot;
+  task.host_of[slot] = row;
+  task.free[slot] = false;
+  task.select.priority[slot] = __ldcg(block.best() + mention);
+}
+
+// slot_of_rank(rank) is the slot of the missing row of that rank.
+template <int kBlocks, typename SlotOfRank>
+__device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
+  auto& shared = block.shared;
+  const AllocateTask& task = block.task;
+  int next_first = shared.first_before[block.rank] + PrefixOfWarps(shared.warp_first).before;
+  int next_fill = PrefixOfWarps(shared.warp_fill).before, fills = 0, fresh = 0;
+  for (int peer = 0; peer < kBlocks; ++peer) {
+    if (peer == block.rank) next_fill += fills;
+    fills += shared.fill_of_blocks[peer];
+    fresh += shared.new_of_blocks[peer];
+  }
+  if (block.rank == 0 && threadIdx.x == 0) {
+    *task.counts[kToFill] = fills;
+    *task.counts[kWritten] = fresh;
+  }
+  const int new_rows = task.length / task.per_seat * task.new_per_seat;
+  int useful = 0, recalled = 0;
+  for (int round = block.run_begin; round < block.run_end; round += 32) {
+    const int m = round + Lane();
+    const bool is_entry = m < block.run_end;
+    const int32_t seen = is_entry ? block.seen[m - block.begin] : kNoSlot;
+    const bool is_first = is_entry && seen < kNoSlot && seen == block.MarkerOf(m);
+    const bool is_new = seen != kNoSlot && block.IsNew(m);
+    const unsigned firsts = __ballot_sync(kAllLanes, is_first), filled = __ballot_sync(kAllLanes, is_first || is_new);
+    const unsigned below = (1u << Lane()) - 1;
+    int32_t slot = seen;
+    if (is_first) {
+      slot = slot_of_rank(next_first + __popc(firsts & below));
+      TakeSlot(block, m, task.rows[m], slot);
+    } else if (seen < kNoSlot) {
+      const int first = block.MentionOf(seen);
+      slot = slot_of_rank(shared.first_before[first / task.segment] + __ldcg(block.order() + first));
+    }
+    if (is_entry) task.slots[m] = slot;
+    if (is_first || is_new) {
+      int32_t source = kSourceHost;
+      if (is_new) {
+        source = m / task.per_seat * task.new_per_seat + m % task.per_seat;
+      } else if (const int32_t place = __ldcg(block.place() + m); place != INT32_MAX) {
+        source = new_rows + place;
+        ++useful;
+      } else {
+        ++recalled;
+      }
+      const int to = next_fill + __popc(filled & below);
+      task.fill_rows[to] = task.rows[m];
+      task.fill_slots[to] = slot;
+      task.fill_mention[to] = m;
+      task.fill_source[to] = source;
+    }
+    next_first += __popc(firsts);
+    next_fill += __popc(filled);
+  }
+  useful = __reduce_add_sync(kAllLanes, useful);
+  recalled = __reduce_add_sync(kAllLanes, recalled);
+  if (Lane() == 0) {
+    if (useful > 0) atomicAdd(task.counts[kUseful], useful);
+    if (recalled > 0) atomicAdd(task.counts[kRecalled], recalled);
+  }
+}
+
+// ---- all of it ---------------------------------------------------------------------------------------------------------
+
+template <int kBlocks>
+__device__ void SettleMany(Block<kBlocks>& block, int hits) {
+  auto& shared = block.shared;
+  const AllocateTask& task = block.task;
+  LoadKeys(block.slots);
+  LoadMarks(block.slots, block.protected_words());
+  if (block.rank == 0 && threadIdx.x == 0) {
+    *task.counts[kHits] = hits;
+    *task.counts[kUseful] = *task.counts[kRecalled] = 0;
+  }
+  Mark(block);
+  ClusterSync();
+  Rank(block);
+  WaitForCopies();
+  ClusterSync();
+  int rows = 0;
+  for (int peer = 0; peer < kBlocks; ++peer) {
+    if (static_cast<int>(threadIdx.x) == peer) shared.first_before[peer] = rows;
+    rows += shared.first_of_blocks[peer];
+  }
+  __syncthreads();
+  const Taken taken = SelectLowest(block.slots, rows);
+  Finish(block, [&](int rank) { return rank < taken.count ? __ldcg(taken.slots + rank) : kNoSlot; });
+  if (block.rank == 0 && threadIdx.x == 0) *task.counts[kEvicted] = taken.used;
+}
+
+}  // namespace echo_ffi
+
+#endif  // ECHO_FFI_SLOTS_MANY_CUH_
