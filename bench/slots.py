@@ -1,9 +1,9 @@
 """The slot manager on a GPU: are the library's maps those of jnp, and what do they cost a layer?
 
-    JAX_PLATFORMS=cuda,cpu python -m bench.slots [check] [bench]        (both: about a minute on an H200)
+    JAX_PLATFORMS=cuda,cpu python -m bench.slots [check] [bench]        (about 15 and 25 s on an H200)
 
-It knows pool.allocate, recall.plan and the histories of tests/slot_histories.py. Every layer that is timed has maps of
-its own, as in a decode step: eight of them are more than the L2 holds, so none finds its maps there.
+It knows pool.nominate, pool.allocate, recall.plan and the histories of tests/slot_histories.py. Every layer that is
+timed has maps of its own, as in a decode step, and the L2 is overwritten before the first, so none finds them there.
 """
 
 from __future__ import annotations
@@ -30,30 +30,59 @@ from tests.slot_histories import Case
 
 FILE = "slots.jsonl"
 CLUSTERS = (8, 16)
-LAYERS = 8
+LAYERS = 3
+STEPS = 8  # in one call, where a layer is timed among layers
 TOP_K = 2048
 
 # ---- check -----------------------------------------------------------------------------------------------------------
 
-# Sizes of real pools. A list of few missing rows is settled by proposals, one of many by a radix select and a sort.
+# Sizes of real pools. A list of few missing rows is settled by nominees, one of many by a radix select and a sort.
+# Cases of one shape share what is compiled.
 CHECKED = (
-    Case("decode", 2_097_152, 200_000, 16, 2049, 1, staged=1024, fresh=0.001, warm=1.0, releases=0.1, steps=12),
-    Case("cold", 2_097_152, 262_144, 32, 2049, 1, staged=2048, fresh=0.9, releases=0.0, steps=4),
-    Case("exactly_full", 2_097_152, 65_568, 32, 2049, 1, staged=2048, fresh=0.5, warm=1.0, releases=0.0, steps=4),
-    Case("largest", 8_388_608, 524_288, 32, 2049, 1, staged=4096, fresh=0.3, warm=1.0, steps=4),
-    Case("one_priority", 2_097_152, 300_000, 16, 2049, 1, fresh=0.02, warm=1.0, priorities="one", ages=1, steps=4),
-    Case("any_priority", 2_097_152, 300_000, 16, 2049, 0, fresh=0.2, warm=0.99, priorities="any", steps=6),
-    Case("batch_of_one", 262_144, 65_536, 1, 2049, 1, staged=256, fresh=0.003, warm=1.0, steps=12),
-    Case("shared_prefix", 2_097_152, 200_000, 16, 2049, 1, staged=512, different=2500, fresh=0.02, warm=1.0, steps=6),
+    Case("decode", 2_097_152, 200_000, 16, 2049, 1, staged=1024, fresh=0.001, warm=1.0, releases=0.2, steps=6),
+    Case("cold", 2_097_152, 200_000, 16, 2049, 1, staged=1024, fresh=0.9, releases=0.0, steps=3),
+    Case("one_priority", 2_097_152, 200_000, 16, 2049, 1, staged=1024, fresh=0.02, warm=1.0, priorities="one", steps=4),
+    Case("shared", 2_097_152, 200_000, 16, 2049, 1, staged=1024, different=2500, fresh=0.02, warm=1.0, steps=4),
+    Case("exactly_full", 2_097_152, 65_568, 32, 2049, 1, staged=2048, fresh=0.5, warm=1.0, releases=0.0, steps=3),
+    Case("largest", 8_388_608, 524_288, 32, 2049, 1, staged=4096, fresh=0.3, warm=1.0, releases=0.0, steps=3),
+    Case("any_priority", 2_097_152, 300_000, 16, 2049, 0, fresh=0.02, warm=0.99, priorities="any", steps=4),
+    Case("batch_of_one", 262_144, 65_536, 1, 2049, 1, staged=256, fresh=0.003, warm=1.0, releases=0.0, steps=6),
 )
 
 
-def allocate_by(implementation: str, case: Case, blocks: int = 0) -> Callable[..., Any]:
-    """pool.allocate, jitted; of the library with so many blocks to the cluster."""
-    sizes = {"per_seat": case.per_seat, "new_per_seat": case.new_per_seat}
-    if implementation == "jnp":
-        return jax.jit(functools.partial(pool.allocate, **sizes, implementation="jnp"))
-    return jax.jit(functools.partial(pool._allocate_by_library, **sizes, blocks=blocks))
+@functools.cache
+def specified_by_jnp(per_seat: int, new_per_seat: int) -> Callable[..., Any]:
+    sizes = {"per_seat": per_seat, "new_per_seat": new_per_seat}
+    return jax.jit(functools.partial(pool.allocate, **sizes, implementation="jnp"))
+
+
+@functools.cache
+def forms_of_library(per_seat: int, new_per_seat: int) -> Callable[..., Any]:
+    """pool.allocate by the library, all its forms in one program: either cluster, with nominees and without."""
+
+    def run(maps, rows, priority, staged):
+        results = {}
+        for blocks in CLUSTERS:
+            for is_nominated in (True, False):
+                nomination = pool.nominate(maps, implementation="ffi")
+                assert nomination is not None
+                if not is_nominated:
+                    nomination = nomination._replace(slots=nomination.slots[:0])
+                made = pool._allocate_by_library(
+                    maps, rows, priority, staged, nomination, per_seat, new_per_seat, blocks=blocks
+                )
+                results[f"{blocks} blocks, {'nominees' if is_nominated else 'no nominees'}"] = made
+        return results
+
+    return jax.jit(run)
+
+
+@jax.jit
+def nominees_that_differ(maps: SlotMaps) -> jax.Array:
+    nomination = pool.nominate(maps, implementation="ffi")
+    assert nomination is not None
+    expected = pool.in_order(maps.priority)[: nomination.slots.shape[0]]
+    return jnp.sum(nomination.slots != expected, dtype=jnp.int32)
 
 
 @jax.jit
@@ -77,14 +106,14 @@ def describe(got, expected, counts) -> str:
 
 
 def check() -> int:
-    """The library, either cluster, against jnp on the same device, over histories; how many lists differ."""
+    """The library, in all its forms, against jnp on the same device, over histories; how many lists differ."""
     device, failed, compared = jax.devices()[0], 0, 0
     release = {name: jax.jit(functools.partial(pool.release, implementation=name)) for name in ("ffi", "jnp")}
     for case in CHECKED:
         random = np.random.default_rng(len(case.name))
         maps = slot_histories.draw_maps(random, case)
-        specified = allocate_by("jnp", case)
-        libraries = {blocks: allocate_by("ffi", case, blocks) for blocks in CLUSTERS}
+        specified = specified_by_jnp(case.per_seat, case.new_per_seat)
+        library = forms_of_library(case.per_seat, case.new_per_seat)
         missed = []
         for step in range(case.steps):
             rows = slot_histories.draw_rows(random, case, maps)
@@ -93,14 +122,17 @@ def check() -> int:
             expected = specified(*arguments)
             allocation = expected[1]
             missed.append(int(allocation.useful + allocation.recalled + allocation.written))
-            for blocks, library in libraries.items():
-                got = library(*arguments)
+            compared += 1
+            if wrong := int(nominees_that_differ(arguments[0])):
+                failed += 1
+                print(f"  DIFFERS {case.name}, step {step}: {wrong} nominees")
+            for form, got in library(*arguments).items():
                 counts = jax.device_get(differences(got, expected))
                 compared += 1
                 if any(counts):
                     failed += 1
                     where = describe(got, expected, counts)
-                    print(f"  DIFFERS {case.name}, step {step}, {blocks} blocks, {missed[-1]} missing: {where}")
+                    print(f"  DIFFERS {case.name}, step {step}, {form}, {missed[-1]} missing: {where}")
             updated = expected[0]
             if random.random() < case.releases:
                 dropped = jax.device_put(random.random(case.host_rows) < random.choice([0.02, 0.3]), device)
@@ -121,16 +153,16 @@ def check() -> int:
         value=failed,
         unit="",
         file=FILE,
-        method="CUDA against jnp on the same GPU, every array, clusters of 8 and of 16 blocks",
+        method="CUDA against jnp on the same GPU, every array; clusters of 8 and 16 blocks, with and without nominees",
         shapes={"cases": [case.name for case in CHECKED], "lists": compared},
     )
     return failed
 
 
 def check_side_by_side(case: Case, device) -> int:
-    """Six layers in one program, which XLA may run beside each other."""
+    """Four layers in one program, which XLA may run beside each other."""
     random = np.random.default_rng(0)
-    every = [slot_histories.draw_maps(random, case) for _ in range(6)]
+    every = [slot_histories.draw_maps(random, case) for _ in range(4)]
     lists = [slot_histories.draw_rows(random, case, maps) for maps in every]
     arguments = jax.device_put((every, lists), device)
 
@@ -148,7 +180,7 @@ def check_side_by_side(case: Case, device) -> int:
         counts = jax.device_get(differences(got, expected))
         if any(counts):
             failed += 1
-            print(f"  DIFFERS six side by side: {describe(got, expected, counts)}")
+            print(f"  DIFFERS four side by side: {describe(got, expected, counts)}")
     return failed
 
 
@@ -175,31 +207,34 @@ LOADS = (
     Load("B 1, new row alone", 1, 131_072, 65_536, 0),
     Load("B 1, nothing at all", 1, 131_072, 65_536, 0, new=False),
     Load("B 16, 1000 missing", 16, 2_097_152, 200_000, 1000),
+    Load("B 16, 2000 missing", 16, 2_097_152, 200_000, 2000),
     Load("cold, everything missing", 16, 2_097_152, 200_000, 32_768),
 )
 
 
-def full_maps(load: Load, layer: int) -> SlotMaps:
+@functools.cache
+def full_maps(host_rows: int, slots: int, layer: int) -> SlotMaps:
     """A pool in use to the last slot, its rows used up to 500 steps ago."""
-    case = Case(load.name, load.host_rows, load.slots, load.seats, 1, warm=1.0, ages=500)
+    case = Case("full", host_rows, slots, 1, 1, warm=1.0, ages=500)
     return slot_histories.draw_maps(np.random.default_rng(layer), case)
 
 
-@functools.partial(jax.jit, static_argnames="load")
-def draw_list(maps: SlotMaps, key: jax.Array, load: Load) -> tuple[jax.Array, jax.Array]:
-    """A step's new rows i32[B, 1] and selected rows i32[B, K], different all of them: of the selected ones `missing`
-    have no slot; of the others most were used lately, as in a decode."""
+@functools.partial(jax.jit, static_argnames=("load", "steps"))
+def draw_lists(maps: SlotMaps, key: jax.Array, load: Load, steps: int) -> tuple[jax.Array, jax.Array]:
+    """New rows i32[steps, B, 1] and selected rows i32[steps, B, K], different all of them: of the selected ones
+    `missing` have no slot, others at each step; of the rest most were used lately, as in a decode."""
     of_slots, of_rows, of_places = jax.random.split(key, 3)
     wanted = load.seats * TOP_K
     late = jax.random.uniform(of_slots, (load.slots,)) + 0.01 * maps.priority.astype(jnp.float32)
     _, lately_used = jax.lax.top_k(late, wanted)
     draw = jnp.where(maps.slot_of < 0, jax.random.uniform(of_rows, (load.host_rows,)), -1.0)
-    _, absent = jax.lax.top_k(draw, load.missing + load.seats)
+    _, absent = jax.lax.top_k(draw, steps * (load.missing + load.seats))
+    absent = absent.reshape(steps, -1)
     resident = maps.host_of[lately_used][: wanted - load.missing]
-    selected = jnp.concatenate([resident, absent[load.seats :]])
-    selected = jax.random.permutation(of_places, selected).reshape(load.seats, TOP_K)
-    new = absent[: load.seats] if load.new else jnp.full((load.seats,), NO_ROW, jnp.int32)
-    return new[:, None].astype(jnp.int32), selected.astype(jnp.int32)
+    selected = jnp.concatenate([jnp.tile(resident, (steps, 1)), absent[:, load.seats :]], axis=1)
+    selected = selected[:, jax.random.permutation(of_places, wanted)].reshape(steps, load.seats, TOP_K)
+    new = absent[:, : load.seats] if load.new else jnp.full((steps, load.seats), NO_ROW, jnp.int32)
+    return new[:, :, None].astype(jnp.int32), selected.astype(jnp.int32)
 
 
 def config_of(load: Load, slot_manager: str) -> CacheConfig:
@@ -219,42 +254,53 @@ def config_of(load: Load, slot_manager: str) -> CacheConfig:
 
 
 class Layers:
-    """Maps of some layers, stepped together in place, each with lists of its own."""
+    """Maps of some layers, stepped together in place so many times a call, each with lists of its own."""
 
-    def __init__(self, load: Load, step: Callable[..., Any], count: int = LAYERS):
-        self.load, self.step_of_layer = load, step
-        self.maps = jax.device_put([full_maps(load, layer) for layer in range(count)])
+    def __init__(self, load: Load, step: Callable[..., Any], count: int, steps: int = 1, is_nominated: bool = True):
+        self.load, self.step_of_layer, self.steps, self.is_nominated = load, step, steps, is_nominated
+        self.maps = [jax.device_put(full_maps(load.host_rows, load.slots, layer)) for layer in range(count)]
         self.number = 0
-        self.step = jax.jit(self._step, donate_argnums=0)
+        self.call = jax.jit(self._call, donate_argnums=0)
 
     def _step(self, maps, lists, number):
-        done, tie = [], jnp.int32(0)
-        for one, (new, selected) in zip(maps, lists, strict=True):
+        nominations = [pool.nominate(one, implementation="ffi") if self.is_nominated else None for one in maps]
+        lists, nominations = jax.lax.optimization_barrier((lists, nominations))  # first of all, as in decode.step
+        updated, counts, tie = [], None, jnp.int32(0)
+        for one, (new, selected), nomination in zip(maps, lists, nominations, strict=True):
             # A layer's list comes from the layer before it; nothing is evicted a negative number of times.
-            updated, allocation = self.step_of_layer(one, new, selected + tie, number)
+            one, allocation = self.step_of_layer(one, new, selected + tie, number, nomination)
             tie = jnp.minimum(allocation.evicted, 0)
-            done.append((updated, allocation))
-        return [updated for updated, _ in done], [allocation.slots for _, allocation in done], done[0][1]
+            counts = allocation._replace(slots=None, fills=allocation.fills.count)
+            updated.append(one)
+        return updated, counts
+
+    def _call(self, maps, lists, number):
+        """A loop in the program: handing the buffers over at each step would be what is timed."""
+
+        def turn(index, carry):
+            return self._step(carry[0], jax.tree.map(lambda array: array[index], lists), number + index)
+
+        return jax.lax.fori_loop(1, self.steps, turn, turn(0, (maps, None)))
 
     def draw(self):
-        self.number += 1
+        """Lists of a call's steps. What is evicted on the way was used too long ago to be listed."""
         keys = jax.random.split(jax.random.key(self.number), len(self.maps))
-        drawn = [draw_list(maps, key, self.load) for maps, key in zip(self.maps, keys, strict=True)]
+        drawn = [draw_lists(maps, key, self.load, self.steps) for maps, key in zip(self.maps, keys, strict=True)]
         return jax.block_until_ready(drawn)
 
     def run(self, lists):
-        self.maps, slots, allocation = self.step(self.maps, lists, jnp.int32(self.number))
-        return slots, allocation
+        self.number += self.steps
+        self.maps, counts = self.call(self.maps, lists, jnp.int32(self.number))
+        return counts
 
 
 def step_of_kernel(load: Load, blocks: int):
     """The library's kernel and nothing else: every entry gives its slot the step as priority."""
 
-    def step(maps, new, selected, number):
+    def step(maps, new, selected, number, nomination):
         rows = jnp.concatenate([new, selected], axis=1).reshape(-1)
-        return pool._allocate_by_library(
-            maps, rows, jnp.broadcast_to(number, rows.shape), jnp.zeros((0,), jnp.int32), TOP_K + 1, 1, blocks=blocks
-        )
+        priority, staged = jnp.broadcast_to(number, rows.shape), jnp.zeros((0,), jnp.int32)
+        return pool._allocate_by_library(maps, rows, priority, staged, nomination, TOP_K + 1, 1, blocks=blocks)
 
     return step
 
@@ -263,7 +309,7 @@ def step_of_plan(load: Load, slot_manager: str):
     """All of a layer's bookkeeping, from positions to fills, as `require` does it."""
     config = config_of(load, slot_manager)
 
-    def step(maps, new, selected, number):
+    def step(maps, new, selected, number, nomination):
         # Positions are places in the list of rows, so that nothing but the look-up is left of the tables.
         view = recall.StepView(
             rows=selected,
@@ -275,101 +321,112 @@ def step_of_plan(load: Load, slot_manager: str):
         )
         at = jnp.broadcast_to(jnp.arange(TOP_K, dtype=jnp.int32), (load.seats, 1, TOP_K))
         scores = jnp.broadcast_to(number.astype(jnp.float32), at.shape)
-        return recall.plan(config, maps, view, at, scores, jnp.full((load.seats, 0), NO_ROW, jnp.int32))
+        staged = jnp.full((load.seats, 0), NO_ROW, jnp.int32)
+        return recall.plan(config, maps, view, at, scores, staged, nomination)
 
     return step
 
 
-def kernel_time(load: Load, blocks: int) -> tuple[Measurement, Any]:
-    """us of one AllocateKernel, CUPTI, over LAYERS layers and 12 calls; and the counts of the last."""
-    layers = Layers(load, step_of_kernel(load, blocks))
-    last = None
-
-    def call(lists):
-        nonlocal last
-        slots, last = layers.run(lists)
-        return slots
-
-    durations: list[float] = []
-    call(layers.draw())
-    for _ in range(4):
-        times = kernel_times(call, layers.draw(), repeats=1, sweep=True, warmup=0)
-        durations += [time.median for name, time in times.kernels if "AllocateKernel" in name]
-    assert last is not None
-    return summarise(durations), jax.device_get(last)
+def kernel_times_of(load: Load, blocks: int, calls: int = 10) -> tuple[Measurement, Measurement, Any]:
+    """us of one AllocateKernel and of one NominateKernel, CUPTI, over LAYERS layers and some calls; the last counts."""
+    layers = Layers(load, step_of_kernel(load, blocks), LAYERS)
+    counts = layers.run(layers.draw())
+    durations: dict[str, list[float]] = {"AllocateKernel": [], "NominateKernel": []}
+    for _ in range(calls):
+        times = kernel_times(layers.run, layers.draw(), repeats=1, sweep=True, warmup=0)
+        for kernel, of_kernel in durations.items():
+            of_kernel += [time.median for name, time in times.kernels if kernel in name]
+    counts = layers.run(layers.draw())
+    return summarise(durations["AllocateKernel"]), summarise(durations["NominateKernel"]), jax.device_get(counts)
 
 
-def layer_time(load: Load, step, few: int = 4, many: int = 16, calls: int = 30) -> Measurement:
+def layer_time(load: Load, step, few: int, many: int, is_nominated: bool, calls: int = 30) -> Measurement:
     """us of a layer among layers that wait for each other, launches and gaps included: a program of `many` of them less
-    one of `few`, over the layers between. The spread is the longer program's."""
+    one of `few`, over the layers between, STEPS times in a call. The spread is the longer program's."""
     medians = []
     for count in (few, many):
-        layers, durations = Layers(load, step, count), []
+        layers, durations = Layers(load, step, count, STEPS, is_nominated), []
         for index in range(calls + 2):
             lists = layers.draw()
             started = time.perf_counter()
             jax.block_until_ready(layers.run(lists))
             if index >= 2:
-                durations.append((time.perf_counter() - started) * 1e6)
+                durations.append((time.perf_counter() - started) * 1e6 / STEPS)
         medians.append(summarise(durations))
     short, long = medians
     spread = (long.p10 - short.median, long.p90 - short.median)
     return Measurement(long.median - short.median, *spread, long.repeats).scaled(1 / (many - few))
 
 
+def shapes_of(load: Load) -> dict[str, int]:
+    missing = load.missing + (load.seats if load.new else 0)
+    return {"seats": load.seats, "N_H": load.host_rows, "N_G": load.slots, "missing": missing}
+
+
 def bench() -> None:
-    print(f"{'kernel alone':<28}{'8 blocks':>22}{'16 blocks':>22}   hits missing evicted")
-    claims = {"300K slots, 40 missing": "B.alloc_free_us"}
+    print(f"{'kernel alone':<28}{'blocks':>7}{'allocate':>24}{'nominate':>24}   hits, to fill, evicted")
+    claims = {("300K slots, 40 missing", 16): "B.alloc_free_us"}
     for load in LOADS:
-        took, counts = {}, None
-        for blocks in CLUSTERS:
-            took[blocks], counts = kernel_time(load, blocks)
-        best = min(took, key=lambda blocks: took[blocks].median)
-        assert counts is not None
-        missing = int(counts.useful + counts.recalled + counts.written)
-        print(
-            f"{load.name:<28}"
-            + "".join(f"{time.median:10.2f} [{time.p10:.1f}, {time.p90:.1f}]" for time in took.values())
-            + f"   {int(counts.hits)} {missing} {int(counts.evicted)}",
-            flush=True,
-        )
-        for blocks, time_taken in took.items():
+        for blocks in CLUSTERS if load in LOADS[:3] else CLUSTERS[-1:]:
+            allocate, nominate, counts = kernel_times_of(load, blocks)
+            columns = "".join(f"{took.median:10.2f} [{took.p10:.1f}, {took.p90:.1f}]" for took in (allocate, nominate))
+            print(
+                f"{load.name:<28}{blocks:>7}{columns}   {counts.hits}, {counts.fills}, {counts.evicted}",
+                flush=True,
+            )
+            method = "CUPTI time of the kernel; layers with maps of their own, L2 overwritten before the first"
             record(
-                claims.get(load.name) if blocks == best else None,
-                value=time_taken,
+                claims.get((load.name, blocks)),
+                value=allocate,
                 unit="us",
                 file=FILE,
-                name=f"slot manager: {load.name}, one launch, {blocks} blocks",
-                shapes={"seats": load.seats, "N_H": load.host_rows, "N_G": load.slots, "missing": missing},
-                method="CUPTI time of the kernel; eight layers with maps of their own, L2 overwritten before the first",
-                notes=f"{int(counts.hits)} hits, {int(counts.evicted)} evicted by the last list",
+                name=f"slot manager: {load.name}, one launch, clusters of {blocks}",
+                shapes=shapes_of(load),
+                method=method,
+                notes=f"{counts.hits} hits, {counts.evicted} evicted by the last list; the nomination, which a step "
+                f"runs beside its layers, took {nominate.median:.2f} us",
             )
-    load = LOADS[1]
-    for name, claim in (("ffi", "B.bookkeeping_us"), ("jnp", "B.jnp_manager_us")):
-        whole = layer_time(load, step_of_plan(load, name))
+        record(
+            None,
+            value=nominate,
+            unit="us",
+            file=FILE,
+            name=f"slot manager: nomination, {load.name}",
+            shapes=shapes_of(load),
+            method=method,
+        )
+    bench_bookkeeping(LOADS[1])
+    bench_release()
+
+
+def bench_bookkeeping(load: Load) -> None:
+    forms = (
+        ("ffi", "ffi", True, "B.bookkeeping_us", (4, 16)),
+        ("ffi, nominated on the way", "ffi", False, None, (4, 16)),
+        ("jnp", "jnp", False, "B.jnp_manager_us", (1, 3)),
+    )
+    for name, manager, is_nominated, claim, (few, many) in forms:
+        whole = layer_time(load, step_of_plan(load, manager), few, many, is_nominated)
         print(
-            f"recall.plan by {name:<14}{whole.median:10.2f} [{whole.p10:.1f}, {whole.p90:.1f}] us a layer", flush=True
+            f"recall.plan by {name:<28}{whole.median:10.2f} [{whole.p10:.1f}, {whole.p90:.1f}] us a layer", flush=True
         )
         record(
             claim,
+            name="" if claim else f"slot manager: recall.plan by {name}",
             value=whole,
             unit="us",
             file=FILE,
-            shapes={
-                "seats": load.seats,
-                "N_H": load.host_rows,
-                "N_G": load.slots,
-                "missing": load.missing + load.seats,
-            },
-            method="recall.plan of 16 layers that wait for each other less that of 4, wall clock, over 12",
-            notes="rows of positions, before_touch, the policy, allocate; LRU",
+            shapes=shapes_of(load),
+            method=f"recall.plan of {many} layers that wait for each other less that of {few}, over the layers "
+            f"between, {STEPS} steps in one call, wall clock",
+            notes="rows of positions, before_touch, the policy (LRU), allocate; "
+            + ("all nominations beside the layers" if is_nominated else "no nomination beside the layers"),
         )
-    bench_release()
 
 
 def bench_release() -> None:
     load = LOADS[1]
-    maps = jax.device_put(full_maps(load, 0))
+    maps = jax.device_put(full_maps(load.host_rows, load.slots, 0))
     dropped = jnp.arange(load.host_rows) < load.host_rows // load.seats
     run = jax.jit(functools.partial(pool.release, implementation="ffi"))
     times = kernel_times(run, maps, dropped)
