@@ -65,6 +65,8 @@ def configuration(arguments: argparse.Namespace, offload: bool) -> decode.Decode
         threshold=parse_threshold(arguments.threshold),
         staging=arguments.staging,
         slot_manager=arguments.slot_manager,
+        prefetch_implementation=arguments.prefetch,
+        attend_implementation=arguments.attend,
         offload=offload,
     )
     return decode.DecodeConfig(config, cache)
@@ -205,6 +207,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threshold", default="ema")
     parser.add_argument("--staging", type=int, default=64)
     parser.add_argument("--slot-manager", default="auto")
+    parser.add_argument("--prefetch", default="auto")
+    parser.add_argument("--attend", default="reference")
     return parser.parse_args(argv)
 
 

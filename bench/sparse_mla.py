@@ -34,7 +34,7 @@ WIDTH, LATENT, K, CONTEXT = 576, 512, 2048, 65_536
 BF16_TFLOPS = 790  # dense matrix products of random numbers on this kind of machine
 BYTES = {"bf16": 1152, "fp8": 656}
 FORMATS = ("bf16", "fp8")
-# Microseconds of FlashMLA 1.0.0 on an H200, FP8 records, 128 heads, by CUDA event replay.
+# Microseconds of FlashMLA 1.0.0 on an H200, FP8 records, 128 heads, by CUDA graph replay.
 FLASHMLA = {1: 20.7, 8: 29.8, 32: 66.3, 128: 188.8}
 CLAIMS = {
     (1, 128): ("E.b1", "E.b1_goal"),

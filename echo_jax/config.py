@@ -38,6 +38,7 @@ class CacheConfig:
     score_implementation: str = "auto"  # "reference", "mosaic_gpu", or the best there is: the index scores of a step
     top_k_implementation: str = "auto"  # the same for the selection
     prefetch_implementation: str = "auto"  # "separate": after the scores; "fused": while they are made, in one kernel
+    attend_implementation: str = "reference"  # or "mosaic_gpu", whose products round the query to bf16
     chunk: int = 512  # prompt tokens of one prefill call
     block: int = 64  # of which so many are projected, scored and attended together; results depend on it, not on chunk
     warm_windows: int = 0  # queries at a prompt's end whose selected rows are recalled before decoding starts
@@ -79,14 +80,13 @@ class CacheConfig:
                 raise ValueError(
                     f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(_ffi.IMPLEMENTATIONS)}"
                 )
-        if self.score_implementation not in ("auto", "reference", "mosaic_gpu"):
-            raise ValueError(
-                f"score_implementation {self.score_implementation!r} is unknown; use one of auto, reference, mosaic_gpu"
-            )
-        if self.prefetch_implementation not in ("auto", "separate", "fused"):
-            raise ValueError(
-                f"prefetch_implementation {self.prefetch_implementation!r} is unknown; use one of auto, separate, fused"
-            )
+        for name, known in (
+            ("score_implementation", ("auto", "reference", "mosaic_gpu")),
+            ("prefetch_implementation", ("auto", "separate", "fused")),
+            ("attend_implementation", ("reference", "mosaic_gpu")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
 
     def _check_pool(self):
         needed = self.seats * self.tokens_per_step * (self.top_k + 1)

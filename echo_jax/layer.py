@@ -21,8 +21,8 @@ from echo_jax.indexer import Selection
 from echo_jax.pool import Nomination
 from echo_jax.recall import StepView
 from echo_jax.stats import Moved
-from echo_jax.types import NO_POSITION, PAGE, LayerState, Staging
-from pallas_kernels import indexer_prefetch, indexer_scores
+from echo_jax.types import NO_POSITION, NO_SLOT, PAGE, LayerState, Staging
+from pallas_kernels import indexer_prefetch, indexer_scores, sparse_mla
 
 Selector = Callable[[jax.Array, jax.Array, int], Selection]
 """(score f32[N, P], visible i32[N], K) -> Selection."""
@@ -67,8 +67,8 @@ def echo_layer(
 
     On return the layer's maps and pool hold every selected row. `shared` is the output of the full layer whose selected
     set this layer reuses, and `staging` what `recall.read_ahead` copied for it; without `shared` the layer scores,
-    copies ahead and selects for itself, by `selector` or else the exact top-k. `nomination` is `recall.nominate` of
-    this layer's maps, found early.
+    copies ahead and selects for itself, by `selector` or else the exact top-k. `nomination` is what `recall.nominate`
+    made of this layer's maps, early.
     """
     # Finished values go in: what XLA fuses into projections must not depend on whether the cache is offloaded.
     inputs = lax.optimization_barrier(inputs)
@@ -180,6 +180,12 @@ def attend_slots(
     scale: float,
 ) -> jax.Array:
     """f32[B, T, H, latent]: sparse MLA over the records in the slots, in list order."""
+    if config.attend_implementation == "mosaic_gpu":
+        listed = jnp.where(selected == NO_POSITION, NO_SLOT, slots)
+        query, records, listed = lax.optimization_barrier((query, state.records, listed))
+        form = {"record_format": config.records.name, "latent": config.records.latent}
+        attended, _ = sparse_mla(query, records, listed, scale, **form, implementation="mosaic_gpu")
+        return lax.optimization_barrier(attended)
     seats, count, heads, width = query.shape
     stored = state.records.at[jnp.maximum(slots, 0)].get(mode="clip")
     flat = (

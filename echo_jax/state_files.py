@@ -32,6 +32,8 @@ FREE_FIELDS = frozenset(
         "host_memory",
         "slot_manager",
         "score_implementation",
+        "attend_implementation",
+        "prefetch_implementation",
         "top_k_implementation",
         "read_ahead",
         "chunk",
@@ -50,7 +52,7 @@ def save_state(path: str | Path, state: EchoState, config: CacheConfig, *, overw
     path = Path(path).absolute()
     if path.exists() and not overwrite:
         raise FileExistsError(f"{str(path)!r} exists; pass overwrite=True or another path")
-    leaves = {name: np.asarray(leaf) if name == HOST_POOL else leaf for name, leaf in _by_name(state).items()}
+    leaves = {name: hostmem.as_numpy(leaf) if name == HOST_POOL else leaf for name, leaf in _by_name(state).items()}
     items = ocp.args.Composite(state=ocp.args.StandardSave(leaves), config=ocp.args.JsonSave(_meaning(config)))
     with _checkpointer() as checkpointer:
         checkpointer.save(path, items, force=overwrite)

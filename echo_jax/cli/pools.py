@@ -88,6 +88,19 @@ class PoolOptions:
         group="implementations",
     )
 
+    prefetch: str = option(
+        "rows are copied ahead after the scores are made (separate) or by the scoring kernel itself (fused)",
+        "auto",
+        choices=("auto", "separate", "fused"),
+        group="implementations",
+    )
+    attend: str = option(
+        "who attends in a decode step: plain jnp, or the Mosaic GPU kernel, which rounds queries to bf16",
+        "reference",
+        choices=("reference", "mosaic_gpu"),
+        group="implementations",
+    )
+
     def decode_config(
         self, model: DsaConfig, *, seats: int, capacity: int, host_memory: str = "auto", longest: int | None = None
     ) -> DecodeConfig:
@@ -120,6 +133,8 @@ class PoolOptions:
             slot_manager=self.slot_manager,
             top_k_implementation=self.top_k,
             score_implementation=self.scores,
+            prefetch_implementation=self.prefetch,
+            attend_implementation=self.attend,
         )
         # Positions beyond the model's last are only padding of the last page.
         return DecodeConfig(dataclasses.replace(model, max_positions=whole_pages(model.max_positions)), cache)
