@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from echo_jax import pool
+from echo_jax import _ffi, pool
 from echo_jax.types import NO_ROW, SlotMaps
 from tests import slot_histories as histories
 from tests.ffi.conftest import CPU, on_device
@@ -137,6 +137,51 @@ def test_shard_map_each_device_its_own_maps(library):
         expected, allocation = jax.device_get(jax.jit(allocate)(one, on_device(row), on_device(row)))
         assert_equal(jax.tree.map(lambda leaf, index=index: np.split(leaf, 4)[index], maps), expected)
         assert slots.reshape(4, -1)[index].tolist() == allocation.slots.tolist() and hits[index] == allocation.hits
+
+
+def nominate(maps: SlotMaps) -> pool.Nomination:
+    nomination = pool.nominate(maps, implementation="ffi")
+    assert nomination is not None
+    return nomination
+
+
+def test_nominees_are_the_lowest_slots(device):
+    random = np.random.default_rng(0)
+    for case in histories.CASES:
+        maps = jax.tree.map(on_device, histories.draw_maps(random, case))
+        slots = jax.jit(nominate)(maps).slots
+        assert slots.shape == (min(case.slots, _ffi.MOST_NOMINEES),)
+        np.testing.assert_array_equal(slots, jax.jit(pool.in_order)(maps.priority)[: slots.shape[0]])
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 7])
+def test_fewer_nominees_change_no_result(device, count):
+    """Slot 0 and 1 are named first and selected; 6 and 7 are free. Seven are enough, three are not."""
+
+    def by_nominees(maps, rows):
+        nomination = nominate(maps)
+        return allocate(maps, rows, rows, None, nomination._replace(slots=nomination.slots[:count]))
+
+    rows = numbers(0, 20, 1, 21, 22, 20)
+    expected = jax.jit(functools.partial(pool.allocate, implementation="jnp"))(some_maps(), rows, rows)
+    assert_equal(jax.device_get(jax.jit(by_nominees)(some_maps(), rows)), jax.device_get(expected))
+
+
+def test_nominees_of_other_maps_are_refused(library):
+    maps, rows = some_maps(), numbers(20)
+    nomination = jax.jit(nominate)(maps)
+    for broken, message in (
+        (nomination._replace(slots=numbers(SLOTS)), r"nominees\[0\] is 8 but host_of holds 8 slots"),
+        (nomination._replace(marks=numbers(*range(40))), "marks wanted has length 9 but marks has length 40"),
+    ):
+        with pytest.raises(Exception, match=message):
+            jax.block_until_ready(jax.jit(allocate)(maps, rows, rows, None, broken))
+    with pytest.raises(Exception, match="9 nominees of 8 slots are asked for"):
+        jax.block_until_ready(_ffi.nominate(maps.priority, SLOTS + 1))
+
+
+def test_jnp_has_no_use_for_nominees():
+    assert pool.nominate(pool.initial(HOST_ROWS, SLOTS), implementation="jnp") is None
 
 
 @pytest.mark.parametrize("implementation, message", [("cuda", "CUDA device"), ("triton", "must be one of")])
