@@ -20,7 +20,7 @@ TESTS         ?=
 WORKERS       ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test lint claims bench-cpu bazel clean
+.PHONY: help setup setup-dev demo test lint claims bench-cpu figures bazel clean
 
 help:  ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -48,6 +48,10 @@ claims: $(RUNTIME)  ## one line per claim: value, bar, machine, date, and met / 
 
 bench-cpu: $(RUNTIME)  ## measure the claims that a CPU can answer, and record the rows
 	$(BIN)/python -m bench.cpu
+
+figures: $(RUNTIME)  ## the ECHO paper's figures that a CPU can rebuild, and the table of docs/paper.md beside all recorded rows
+	$(BIN)/python -m bench.paper measure
+	$(BIN)/python -m bench.paper write
 
 bazel:  ## build and smoke-test the BUILD targets, offline, where bazel is installed
 	@if command -v bazel >/dev/null 2>&1; then bazel --batch test --noshow_progress --symlink_prefix=/ --test_output=errors //...; else \
