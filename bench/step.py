@@ -117,8 +117,16 @@ def view_of(config: CacheConfig, step: jax.Array) -> StepView:
     return StepView(rows, length, length[:, None], rows[:, -1:], length[:, None] + 1, step)
 
 
-def one_step(config: CacheConfig, host_pool, layers, chosen, new_records, step):
-    """`require` in every layer, each waiting for the one before it, and one write-back."""
+def products(after: jax.Array, operands: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """i32[]: 0, after a matrix product of 48 GFLOP that waits for `after`: some 60 us, in place of a layer's maths."""
+    zeros, weights = operands
+    made = (zeros + after.astype(zeros.dtype)) @ weights
+    return jnp.max(jnp.abs(made)).astype(jnp.int32)
+
+
+def one_step(config: CacheConfig, host_pool, layers, chosen, new_records, step, maths=None):
+    """`require` in every layer, each waiting for the one before it, and one write-back; with `maths`, the operands of
+    `products`, that comes first in every layer, so that what depends on no maths can run beside it."""
     view = view_of(config, step)
     scores = jnp.zeros(chosen.shape, jnp.float32)
     staging, moved, after = recall.no_staging(config, config.seats), [], jnp.int32(0)
@@ -126,7 +134,7 @@ def one_step(config: CacheConfig, host_pool, layers, chosen, new_records, step):
     nominations = [recall.nominate(config, layer) for layer in layers]
     chosen, nominations = jax.lax.optimization_barrier((chosen, nominations))  # first of all, as in decode.step
     for index in range(len(layers)):
-        selected = chosen + after
+        selected = chosen + (after if maths is None else products(after, maths))
         if config.offload:
             layers[index], slots, counts = recall.require(
                 config,
@@ -161,6 +169,7 @@ class Stepper:
     misses: int
     options: dict[str, Any] | None = None
     is_full: bool = False
+    with_maths: bool = False
     period: int = 1024
 
     def __post_init__(self):
@@ -174,21 +183,26 @@ class Stepper:
             host_pool = hostmem.create_pool(shape, config.records.dtype, memory, device)
         new = jnp.zeros((config.seats, 1, *config.records.shape), config.records.dtype)
         self.new = jax.device_put(new, device)
+        maths = None
+        if self.with_maths:
+            weights = jax.random.normal(jax.random.key(0), (4096, 2816), jnp.bfloat16)
+            maths = jax.device_put((jnp.zeros((2048, 4096), jnp.bfloat16), weights), device)
         self.state = (host_pool, layer_states(config, resident), jax.device_put(jnp.int32(1), device))
         self.taken = 0
 
-        def step(state, chosen, number, new):
+        def step(state, chosen, number, new, maths):
             host_pool, layers, clock = state
-            host_pool, layers, moved, clock = one_step(config, host_pool, layers, chosen[number], new, clock)
+            host_pool, layers, moved, clock = one_step(config, host_pool, layers, chosen[number], new, clock, maths)
             return (host_pool, layers, clock), moved
 
-        def steps(state, chosen, first, new):
+        def steps(state, chosen, first, new, maths):
             """A loop in the program: handing hundreds of buffers over at each step would be what is timed."""
-            state, moved = step(state, chosen, first, new)
-            turn = lambda index, carry: step(carry[0], chosen, first + index, new)  # noqa: E731
+            state, moved = step(state, chosen, first, new, maths)
+            turn = lambda index, carry: step(carry[0], chosen, first + index, new, maths)  # noqa: E731
             return jax.lax.fori_loop(1, STEPS, turn, (state, moved))
 
-        arguments = (self.state, self.chosen, jnp.int32(0), self.new)
+        self.operands = (self.chosen, self.new, maths)
+        arguments = (self.state, self.chosen, jnp.int32(0), self.new, maths)
         start = time.perf_counter()
         self.compiled = jax.jit(steps, donate_argnums=0).lower(*arguments).compile(compiler_options=self.options)
         self.compile_s = time.perf_counter() - start
@@ -199,7 +213,8 @@ class Stepper:
         moved = None
         for _ in range(loops):
             number = self.numbers[self.taken % len(self.numbers)]
-            self.state, moved = self.compiled(self.state, self.chosen, number, self.new)
+            chosen, new, maths = self.operands
+            self.state, moved = self.compiled(self.state, chosen, number, new, maths)
             self.taken += 1
         return jax.block_until_ready(moved)
 
@@ -219,34 +234,36 @@ def per_layer(time_us: Measurement, layers: int) -> Measurement:
 
 
 def zero() -> None:
-    """Offloaded less resident, a layer, with every selected row in the pool."""
+    """Offloaded less resident, a layer, with every selected row in the pool: beside maths, and without any."""
     for seats, context, slots, claim in (
         (1, 16384, 8192, "B.added_zero_miss_us_b1"),
         (16, 4096, 40960, "B.added_zero_miss_us_b16"),
     ):
-        times = {}
-        for offload in (True, False):
-            stepper = Stepper(cache(seats, context, slots, offload), misses=0)
-            times[offload] = stepper.time_us()
-            moved = stepper.run(1)
-            if offload:
-                print("  counts of the last layer:", jax.tree.map(lambda count: int(count[-1]), moved))
-            print(
-                f"B {seats} {'offloaded' if offload else 'resident'}: {times[offload].median / LAYERS:.2f} us a layer"
+        for with_maths in (True, False):
+            times = {}
+            for offload in (True, False):
+                stepper = Stepper(cache(seats, context, slots, offload), misses=0, with_maths=with_maths)
+                times[offload] = stepper.time_us()
+                del stepper
+            added = (times[True].median - times[False].median) / LAYERS
+            beside = "beside maths" if with_maths else "alone"
+            each = " and ".join(f"{times[offload].median / LAYERS:.2f}" for offload in (True, False))
+            print(f"B {seats} {beside}: offloaded and resident {each} us a layer, {added:.2f} us added")
+            record(
+                claim if with_maths else None,
+                name="" if with_maths else f"time added per layer at zero misses, B {seats}, without maths to hide in",
+                value=added,
+                unit="us",
+                file=FILE,
+                spread=((times[True].p10 - times[False].p90) / LAYERS, (times[True].p90 - times[False].p10) / LAYERS),
+                repeats=times[True].repeats,
+                shapes={"B": seats, "K": K, "N_G": slots, "N_H": seats * context, "layers": LAYERS}
+                | {"record_bytes": 656, "maths": with_maths},
+                method="61 chained layers, offloaded (bookkeeping, recall, write-back of the new rows) less resident "
+                "(its scatter of the new rows), 16 steps in one call, divided by layers"
+                + ("; a matrix product of 48 GFLOP in each layer before `require`" if with_maths else ""),
+                notes=f"a layer {each} us, offloaded and resident",
             )
-            del stepper
-        added = (times[True].median - times[False].median) / LAYERS
-        record(
-            claim,
-            value=added,
-            unit="us",
-            file=FILE,
-            spread=((times[True].p10 - times[False].p90) / LAYERS, (times[True].p90 - times[False].p10) / LAYERS),
-            repeats=times[True].repeats,
-            shapes={"B": seats, "K": K, "N_G": slots, "N_H": seats * context, "layers": LAYERS, "record_bytes": 656},
-            method="61 chained layers without maths, offloaded (bookkeeping, recall, write-back of the new rows) less "
-            "resident (its scatter of the new rows), 16 steps in one call, divided by layers",
-        )
 
 
 def step(context: int = 16384, misses: int = 40) -> None:
