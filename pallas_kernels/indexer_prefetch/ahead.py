@@ -38,6 +38,7 @@ WARPS = 4  # of a warpgroup
 THREADS = 128
 CANDIDATES = 0x11111111  # the bits of h = 0
 MARKED = 0x44444444
+EVERY_LANE = "0xffffffff"
 FIRST_LANE = "setp.eq.u32 is_first, lane, 0;"
 NO_CANDIDATES = -1  # what a seat's count starts from: the padding of its list, so that one fill serves both
 LOADS = 3  # of one record that a lane has in flight
@@ -133,20 +134,7 @@ def mark(shape: Shape, ahead: Ahead, seat: Any, row: int, index: Any, page: Any,
             plgpu.barrier_arrive(ahead.page_scored.at[index * shape.tuning.math + page])
         return
 
-    text = f"""{{
-      .reg .pred is_high, is_above, passes, is_first;  .reg .b32 lane, quarter, verdict, at, before, bit;
-      .reg .f32 low, high, score, threshold;
-      mov.u32 lane, %laneid;  and.b32 quarter, lane, 3;  {FIRST_LANE}
-      mov.u32 at, %tid.x;  shr.u32 at, at, 5;  and.b32 at, at, {WARPS - 1};  add.u32 at, at, $1;
-      mad.lo.u32 at, at, 4, $0;
-      mov.b32 low, $3;  mov.b32 high, $4;  mov.b32 threshold, $2;
-      setp.eq.u32 is_high, quarter, 1;  selp.f32 score, high, low, is_high;
-      setp.gt.f32 is_above, score, threshold;  setp.lt.and.u32 passes, quarter, 2, is_above;
-      vote.sync.ballot.b32 verdict, passes, 0xffffffff;
-      {"@is_first ld.shared.b32 before, [at];  or.b32 verdict, verdict, before;" if row else ""}
-      {f"or.b32 verdict, verdict, {MARKED:#x};" if is_last else ""}
-      @is_first st.volatile.shared.b32 [at], verdict;
-    }}"""
+    text = ballot(is_first=row == 0, is_last=is_last)
 
     def emit(context, verdicts, word, threshold, values):
         del context
@@ -160,6 +148,28 @@ def mark(shape: Shape, ahead: Ahead, seat: Any, row: int, index: Any, page: Any,
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, ROWS))(emit)(ahead.verdicts, word, threshold, values)
 
 
+def ballot(is_first: bool, is_last: bool) -> str:
+    """Operands: the verdicts, the page's first word, the threshold, and this thread's two scores, as bits.
+
+    Every score is in the four threads of a quad; the first speaks for row q, the second for row q + 8.
+    """
+    add = "mov.b32 before, 0;  @is_first ld.shared.b32 before, [at];  or.b32 verdict, verdict, before;"
+    return f"""{{
+      .reg .pred is_high, is_above, passes, is_first;  .reg .b32 lane, quarter, verdict, at, before;
+      .reg .f32 low, high, score, threshold;
+      mov.u32 lane, %laneid;  and.b32 quarter, lane, 3;  {FIRST_LANE}
+      mov.u32 at, %tid.x;  shr.u32 at, at, 5;  and.b32 at, at, {WARPS - 1};  add.u32 at, at, $1;
+      mad.lo.u32 at, at, 4, $0;
+      mov.b32 threshold, $2;  mov.b32 low, $3;  mov.b32 high, $4;
+      setp.eq.u32 is_high, quarter, 1;  selp.f32 score, high, low, is_high;
+      setp.gt.f32 is_above, score, threshold;  setp.lt.and.u32 passes, quarter, 2, is_above;
+      vote.sync.ballot.b32 verdict, passes, {EVERY_LANE};
+      {"" if is_first else add}
+      {f"or.b32 verdict, verdict, {MARKED:#x};" if is_last else ""}
+      @is_first st.volatile.shared.b32 [at], verdict;
+    }}"""
+
+
 # The prefetch role.
 
 
@@ -167,15 +177,7 @@ def clear(shape: Shape, ahead: Ahead) -> None:
     """No page is marked as scored. The maths waits for this once, while its first keys are on their way."""
     if shape.is_interpreted:
         return
-    text = f"""{{
-      .reg .pred more;  .reg .b32 word, at;
-      mov.u32 word, %tid.x;  and.b32 word, word, {THREADS - 1};  mad.lo.u32 at, word, 4, $0;
-      AGAIN:
-      setp.lt.u32 more, word, {shape.most_tiles * shape.words};
-      @more st.shared.b32 [at], 0;
-      add.u32 word, word, {THREADS};  add.u32 at, at, {4 * THREADS};
-      @more bra AGAIN;
-    }}"""
+    text = clearing(shape)
 
     def emit(context, verdicts):
         del context
@@ -183,6 +185,18 @@ def clear(shape: Shape, ahead: Ahead) -> None:
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(ahead.verdicts)
     plgpu.barrier_arrive(ahead.verdicts_cleared)
+
+
+def clearing(shape: Shape) -> str:
+    """Zeros in all words. Operand: the verdicts."""
+    return f"""{{
+      .reg .pred is_word, more;  .reg .b32 word, at, first;
+      mov.u32 word, %tid.x;  and.b32 word, word, {THREADS - 1};  mad.lo.u32 at, word, 4, $0;  mov.b32 first, 0;
+    AGAIN:
+      setp.lt.u32 is_word, word, {shape.most_tiles * shape.words};  @is_word st.shared.b32 [at], 0;
+      add.u32 word, word, {THREADS};  add.u32 at, at, {4 * THREADS};  add.u32 first, first, {THREADS};
+      setp.lt.u32 more, first, {shape.most_tiles * shape.words};  @more bra.uni AGAIN;
+    }}"""
 
 
 def wait_for_clear(shape: Shape, ahead: Ahead) -> None:
@@ -220,7 +234,7 @@ def program(shape: Shape) -> str:
     Every branch is taken by a whole warp. The names: `part`, the math warpgroup that scored this lane's word; `offset`,
     where its half begins in its page; `left`, its candidates not yet looked at; `votes`, lanes of the warp.
     """
-    every, size = "0xffffffff", shape.record_bytes
+    every, size = EVERY_LANE, shape.record_bytes
     return f"""{{
       .reg .pred is_done, is_word, is_there, has, wanted, more, is_first, is_pair;
       .reg .b32 lane, warp, word, half, part, offset, index, linear, seat, tile, page, number, length, cap, layer, at;

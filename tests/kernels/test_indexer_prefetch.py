@@ -92,6 +92,7 @@ def test_the_corners_are_what_their_names_say():
     assert min(found["list_overflows"]) > 8 and min(found["cap_zero_and_one"]) > 1
     assert found["threshold_nan_and_infinite"] == [0, 0] and found["nobody_is_absent"] == [0, 0]
     assert found["length_zero_and_one"] == [0, 1] and found["staging_exactly_full"] == [256, 255]
+    assert found["cap_outside_staging"][0] > 256
     assert found["idle_seat"][0] == 0 and found["idle_seat"][1] > 0
     shared = cases.make(next(case for case in cases.CORNERS if case.name == "shared_prefix"))
     found_scores = plain_scores(shared, implementation="reference")

@@ -6,7 +6,6 @@ kernel is handed, and what becomes of what it staged.
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -26,7 +25,7 @@ def run(prefetch):
     return found.history()
 
 
-def test_fused_prefetch_is_separate_prefetch_and_the_resident_run(monkeypatch):
+def test_fused_prefetch_is_the_resident_run(monkeypatch):
     calls = []
 
     def watched(*arguments, **options):
@@ -34,17 +33,12 @@ def test_fused_prefetch_is_separate_prefetch_and_the_resident_run(monkeypatch):
         return indexer_prefetch(*arguments, **options)
 
     monkeypatch.setattr(layer, "indexer_prefetch", watched)
-    separate = run("separate")
-    assert calls == []
     fused = run("fused")
     assert set(calls) == {scenarios.cache(SETTING, offload=True, model=ONE_LAYER).cache.staging}
 
     assert scenarios.differences(fused, scenarios.resident("bf16", "f32", 2, "plain", ONE_LAYER)) == []
     scenarios.check_invariants(fused)
     check_counts(fused, SETTING)
-    # Both take the lowest positions here, so that even the counts agree.
-    for ours, theirs in zip(fused.moved, separate.moved, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert sum(int(np.sum(moved.useful)) for moved in fused.moved) > 0
     assert sum(int(np.sum(moved.refused)) for moved in fused.moved) > 0
 
