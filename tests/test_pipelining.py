@@ -85,8 +85,9 @@ def test_a_pipeline_gives_what_a_loop_gives(name):
     schedule = SCHEDULES[name]
     stages, keep = stages_of(schedule), [stage for stage, _ in schedule.lags]
     start = dict.fromkeys(keep, jnp.int32(1))
-    for count in (1, 2, 3, 7):
-        parts, kept = jax.jit(lambda start, count=count: run(schedule, count, stages, start, keep=keep))(start)
+    counts = (1, 2, 3, 7)
+    all_counts = jax.jit(lambda start: [run(schedule, count, stages, start, keep=keep) for count in counts])
+    for count, (parts, kept) in zip(counts, all_counts(start), strict=True):
         wanted_parts, wanted = one_by_one(schedule, count)
         assert {stage: int(part) for stage, part in parts.items()} == wanted_parts
         assert {stage: values.tolist() for stage, values in kept.items()} == wanted
@@ -187,8 +188,7 @@ def test_small_groups_pay_their_launches():
 
 def test_every_schedule_gives_the_bits_of_depth_0(capsys):
     """And does what it is for: under a pool too small for two sets, hints bring rows that are then used."""
-    trace = "synth:median,requests=4,steps=8,context=512,top_k=32"
-    assert pipelining.main(["--steps", "5", "--trace", trace, "--cost", "h200"]) == 0
+    assert pipelining.compare(5) == 0
     printed = capsys.readouterr().out
     found = re.findall(
         r"^(.{12}) 0 of ([\d,]+) words differ.*; ([\d,]+) hits, ([\d,]+) recalled, ([\d,]+) of ([\d,]+) staged",
@@ -203,8 +203,19 @@ def test_every_schedule_gives_the_bits_of_depth_0(capsys):
     for name, (compared, hits, recalled, used, staged) in counts.items():
         assert compared == words and hits + recalled + used == selected and 0 < recalled < selected - hits + 1
         assert (used > 50 and staged > used) if name in ("cross-layer", "band") else staged == 0
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_the_program_costs_what_a_trace_misses(wrong, monkeypatch, capsys):
+    """The comparison above decides the exit status; what it found is not found again here."""
+    monkeypatch.setattr(pipelining, "compare", lambda steps: wrong)
+    trace = "synth:median,requests=4,steps=8,context=512,top_k=32"
+    assert pipelining.main(["--trace", trace, "--cost", "h200"]) == min(wrong, 1)
+    printed = capsys.readouterr().out
     rows = re.findall(r"^h200 +(.+?) +(\d+) +([\d.]+) +([\d.]+) +(-?[\d.]+) +([\d.]+)x$", printed, re.MULTILINE)
     assert [row[0] for row in rows] == list(SCHEDULES) and rows[0][-1] == "1.00"
+    missing = re.search(r": (\d+) rows missing a layer-step of 4 requests", printed)
+    assert missing and 0 < int(missing[1]) < 4 * 32
 
 
 def test_a_difference_is_seen(monkeypatch, capsys):
