@@ -68,7 +68,7 @@ def configure(offload: bool = True, fp8: bool = False, tokens_per_step: int = 1,
     else:
         model = GLM
     if changes.get("attend_implementation") == "mosaic_gpu":
-        model = dataclasses.replace(model, kv_lora_rank=512, qk_rope_head_dim=64)
+        model = dataclasses.replace(model, kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
     config = scenarios.cache(setting, offload=offload, model=model)
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, **changes))
 
