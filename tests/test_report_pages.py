@@ -168,7 +168,7 @@ def test_figures_show_the_numbers_of_the_rows(write):
 
 def test_figures_without_their_rows_are_left_out(write):
     (section,) = rows.read([write(row(0))])
-    assert [figure.name for figure in figures.figures(section)] == ["useful", "hits"]
+    assert [figure.name for figure in figures.figures(section)] == ["useful"]
 
 
 def test_the_front_holds_what_nothing_beats_in_both():
@@ -241,10 +241,10 @@ def test_a_page_is_whole_and_asks_nobody_for_anything(write, tmp_path):
     rest = page.replace("http://www.w3.org/2000/svg", "")
     for word in ("http", "src=", "<link", "<script", "url(", "@import", "<b>"):
         assert word not in rest
-    assert "prefers-color-scheme: dark" in page and page.count("<svg") == 4
+    assert "prefers-color-scheme: dark" in page and page.count("<svg") == 3
     text = (tmp_path / "out" / pages.MARKDOWN).read_text()
     figure = [line.split("](")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")]
-    assert len(figure) == 4
+    assert len(figure) == 3
     for path in figure:
         assert "<style>" in (tmp_path / "out" / path).read_text()
 

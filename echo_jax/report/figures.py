@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 
 from echo_jax.report import svg
@@ -36,7 +37,8 @@ def figures(section: Section) -> list[Figure]:
     made = [_speed(section, cost) for cost in section.costs]
     made.append(useful_and_wasted(section))
     made.append(threshold_error(section))
-    made.append(hit_rate(section))
+    if len(section.layers) > 1:
+        made.append(hit_rate(section))
     if len(section.at(section.usual_slots())) > 1:
         made += [pareto(section, cost) for cost in section.costs]
     return [figure for figure in made if figure is not None]
@@ -47,7 +49,7 @@ def _speed(section: Section, cost: str) -> Figure | None:
     sizes = sorted({line.slots for line in section.lines})
     groups: dict[str, list[Line]] = {}
     for line in sorted(section.lines, key=lambda line: line.slots):
-        groups.setdefault(section.label(line, "slots_per_request"), []).append(line)
+        groups.setdefault(_name(section, line, "slots_per_request"), []).append(line)
     groups = {name: lines for name, lines in groups.items() if len(lines) > 1}
     if not groups:
         return None
@@ -74,8 +76,8 @@ def _speed(section: Section, cost: str) -> Figure | None:
         title,
         svg.line_chart(title, x, svg.axis("us per layer", times, from_zero=True), series),
         f"Index scores and the copies that nobody hides, in microseconds of a layer by the cost model {cost}; mean "
-        f"over {len(section.layers)} layers and all counted steps. Lower is faster; attention and experts come on "
-        f"top.{left}",
+        f"over {_count(len(section.layers), 'layer')} and all counted steps. Lower is faster; attention and experts come "
+        f"on top.{left}",
         tuple(shown),
     )
 
@@ -84,7 +86,7 @@ def useful_and_wasted(section: Section) -> Figure:
     """Rows that were copied ahead and used, recalled in the open, copied in vain."""
     slots = section.usual_slots()
     lines = section.at(slots)[: 3 * SHOWN]
-    names = [section.label(line, "slots_per_request") for line in lines]
+    names = [_name(section, line, "slots_per_request") for line in lines]
     parts = [
         Series(what, [(place, line.per_step(name)) for place, line in enumerate(lines)], colour)
         for what, name, colour in (
@@ -100,7 +102,8 @@ def useful_and_wasted(section: Section) -> Figure:
         title,
         svg.bar_chart(title, svg.axis("rows per layer-step of the batch", totals, from_zero=True), parts, names),
         f"Rows that crossed the link in a layer-step of the whole batch of {section.head['requests']}, at {slots:,} "
-        f"slots per request; mean over {len(section.layers)} layers.{_left_out(len(lines), len(section.at(slots)))}",
+        f"slots per request; mean over {_count(len(section.layers), 'layer')}."
+        f"{_left_out(len(lines), len(section.at(slots)))}",
         lines,
     )
 
@@ -167,7 +170,8 @@ def hit_rate(section: Section) -> Figure:
     series = []
     for place, line in enumerate(chosen):
         points = [(row["key"]["layer"], 100 * as_number(row["hit_rate"])) for row in line.rows]
-        series.append(Series(section.label(line, "policy", "cap"), points, place, place))
+        name = "every setting" if len(lines) == 1 else _name(section, line, "policy", "cap")
+        series.append(Series(name, points, place, place))
     rates = [y for one in series for _, y in one.points]
     x = svg.axis("layer", section.layers, count=8, least_step=1)
     title = "Hit rate by layer"
@@ -192,7 +196,7 @@ def pareto(section: Section, cost: str) -> Figure:
     front = sorted(points[line] for line in best)
     series = [Series("not beaten in both", front, 7, 2, has_points=False)]
     for place, line in enumerate(sorted(lines, key=lambda line: (line not in best, points[line]))):
-        name = section.label(line, "slots_per_request") + (" (bound)" if line.is_bound else "")
+        name = _name(section, line, "slots_per_request") + (" (bound)" if line.is_bound else "")
         colour = place % 7 if line in best else 7
         series.append(Series(name, [points[line]], colour, has_line=False, is_labelled=True))
     title = f"Wasted bytes against exposed time ({cost})"
@@ -205,8 +209,8 @@ def pareto(section: Section, cost: str) -> Figure:
             svg.axis("exposed us per layer", [y for _, y in points.values()]),
             series,
         ),
-        f"At {slots:,} slots per request, mean over {len(section.layers)} layers; time that copies add to a layer by "
-        f"the cost model {cost}. Lower and further left is better; what nothing beats in both is coloured. "
+        f"At {slots:,} slots per request, mean over {_count(len(section.layers), 'layer')}; time that copies add to a "
+        f"layer by the cost model {cost}. Lower and further left is better; what nothing beats in both is coloured. "
         "A bound knows the future.",
         lines,
     )
@@ -227,6 +231,11 @@ def front_of[T](points: dict[T, tuple[float, float]]) -> list[T]:
 
 def _left_out(shown: int, all: int) -> str:
     return f" {shown} of {all} are drawn; the table has all." if shown < all else ""
+
+
+def _name(section: Section, line: Line, *without: str) -> str:
+    """A label for a chart: of a user's class, only the class."""
+    return re.sub(r"[\w.]+:(?=[A-Z_])", "", section.label(line, *without))
 
 
 COLUMNS = ("setting", "hit", "ahead", "wasted", "recalled", "KB in", "off by", "cand./k", "missed")
@@ -260,6 +269,10 @@ COLUMN_NOTES = (
 )
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
 def percent(value: float) -> str:
     """0.5 -> "50.0 %", NaN -> "-"."""
     return "-" if math.isnan(value) else f"{100 * value:.1f} %"
@@ -269,8 +282,8 @@ def notes(section: Section) -> Sequence[str]:
     """What a reader must know before comparing."""
     head = section.head
     said = [
-        f"{len(section.layers)} layers, {head['requests']} requests of up to {head['capacity']:,} positions, "
-        f"k {head['top_k']:,}, {head['steps']} steps of which the first {head['skip']} are not counted, "
+        f"{_count(len(section.layers), 'layer')}, {_count(head['requests'], 'request')} of up to {head['capacity']:,} "
+        f"positions, k {head['top_k']:,}, {head['steps']} steps of which the first {head['skip']} are not counted, "
         f"{head['record_bytes']:,} bytes a record."
     ]
     if section.left_out:

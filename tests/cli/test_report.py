@@ -52,7 +52,7 @@ def test_a_users_policy_is_in_the_report_and_the_commands_make_the_same_rows(ech
     wasted = sum(row["wasted"] / row["counted_steps"] for row in mine if row["row"] == "replay") / 2
     line = next(line for line in text.splitlines() if line.startswith("| mine_for_report:Above:0.5, 48 slots"))
     assert line.split(" | ")[3] == f"{wasted:.1f}" and wasted > 0
-    assert re.search("<title>mine_for_report:Above:0.5: 48, ", page) and "freekv (idealised)" in page
+    assert re.search("<title>Above:0.5: 48, ", page) and "freekv (idealised)" in page
 
     blocks = [block.split("\n```")[0].splitlines() for block in text.split("```sh\n")[1:]]
     assert len(blocks) == text.count("](figures/") + 1  # every figure carries its commands, and the section its own
