@@ -76,8 +76,8 @@ def _speed(section: Section, cost: str) -> Figure | None:
         title,
         svg.line_chart(title, x, svg.axis("us per layer", times, from_zero=True), series),
         f"Index scores and the copies that nobody hides, in microseconds of a layer by the cost model {cost}; mean "
-        f"over {_count(len(section.layers), 'layer')} and all counted steps. Lower is faster; attention and experts come "
-        f"on top.{left}",
+        f"over {_count(len(section.layers), 'layer')} and all counted steps. Lower is faster; attention and experts "
+        f"come on top.{left}",
         tuple(shown),
     )
 
