@@ -192,8 +192,8 @@ def report(label: str, timed: Timed, beside: float | None, limit: gpu_timing.Ban
 
 
 def write(keys: str, seats: int, length: int, timed: Timed, limit: gpu_timing.Bandwidth, claim: str | None) -> None:
-    """A claim is answered by events around a call, as DeepGEMM was timed; the kernel's own time, and what a call adds to
-    a graph of calls, are rows apart."""
+    """A claim is answered by events around a call, as DeepGEMM was timed; the kernel's own time, and what a call adds
+    to a graph of calls, are rows apart."""
     shapes = dict(seats=seats, length=length, heads=HEADS, keys=keys, rows=1)
     common: dict[str, Any] = dict(
         unit="us", file=FILE, shapes=shapes, fraction_of_limit=round(timed.bandwidth() / limit.copy, 4)
