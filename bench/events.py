@@ -9,43 +9,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import gpu_timing
+from bench import gpu_timing, on_the_spot
 from bench.harness import Measurement, summarise
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @functools.cache
 def build() -> ctypes.CDLL:
     """Compiles and registers the events; RuntimeError without nvcc."""
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    if nvcc is None:
-        raise RuntimeError("events.cu is compiled on the spot, which needs nvcc; put CUDA's bin folder on PATH")
-    library = Path(tempfile.mkdtemp(prefix="echo_events_")) / "events.so"
-    subprocess.run(
-        [
-            *(nvcc, "-std=c++17", "-O2", "-gencode=arch=compute_90a,code=sm_90a", "--Werror=all-warnings"),
-            *("-Xcompiler=-fPIC,-Wall,-Wextra", "-shared", "-isystem", jax.ffi.include_dir()),
-            *("-o", str(library), str(ROOT / "bench" / "events.cu")),
-        ],
-        check=True,
-    )
-    jax.devices()
-    opened = ctypes.CDLL(str(library))
+    opened = on_the_spot.build("events.cu", {"bench_record_event": "RecordEventCuda"}, "-O2")
     opened.BenchElapsed.restype = ctypes.c_float
     opened.BenchElapsed.argtypes = [ctypes.c_int64, ctypes.c_int64]
-    jax.ffi.register_ffi_target("bench_record_event", jax.ffi.pycapsule(opened.RecordEventCuda), platform="CUDA")
     return opened
 
 
@@ -70,10 +50,8 @@ def event_time(
         for index in range(repeats):
             zero = gpu_timing.overwrite(number, before)[:1] >> 31 if sweep else _zero_after(before)
             leaves[smallest] = _record(leaves[smallest] + zero[0].astype(leaves[smallest].dtype), 2 * index)
-            results, shape = jax.tree.flatten(function(*jax.tree.unflatten(tree, leaves)))
-            results[0] = _record(results[0], 2 * index + 1)
-            before = results[0].reshape(-1)[:1]
-            del shape
+            first = jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))[0]
+            before = _record(first, 2 * index + 1).reshape(-1)[:1]
         return before
 
     run = jax.jit(program)

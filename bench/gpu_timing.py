@@ -17,8 +17,9 @@ as under the usual `zero_()` of a large buffer.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -183,6 +184,22 @@ def device_bandwidth(megabytes: int = 1024, repeats: int = 30) -> Bandwidth:
     copy = kernel_times(jax.jit(lambda x: x ^ jnp.uint32(1)), source, repeats=repeats, sweep=False).total
     read = kernel_times(jax.jit(lambda x: jnp.max(x)), source, repeats=repeats, sweep=False).total
     return Bandwidth(copy=2 * source.nbytes / (copy.median * 1e-6), read=source.nbytes / (read.median * 1e-6))
+
+
+def run_parts(known: Mapping[str, Callable[[], None]], wanted: Sequence[str]) -> int:
+    """Runs the wanted parts of a bench in turn, "check" and "bench" if none is named; its exit status: 0, or 2 with the
+    reason for a part that is unknown or a machine without a GPU."""
+    if unknown := [part for part in wanted if part not in known]:
+        print(f"{unknown[0]!r} is none of {', '.join(known)}", file=sys.stderr)
+        return 2
+    if jax.devices()[0].platform != "gpu":
+        print(f"needs an NVIDIA GPU; jax sees {jax.devices()[0].platform}", file=sys.stderr)
+        return 2
+    for part in wanted or ["check", "bench"]:
+        started = time.perf_counter()
+        known[part]()
+        print(f"{part}: {time.perf_counter() - started:.0f} s", flush=True)
+    return 0
 
 
 def _per_call(launches: Sequence[tuple[str, float]], repeats: int, before: int) -> KernelTimes:

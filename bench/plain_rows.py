@@ -10,15 +10,13 @@ distinct where they name a place to write: nothing is checked.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import jax
 import numpy as np
+
+from bench import on_the_spot
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = {
@@ -32,23 +30,8 @@ TARGETS = {
 @functools.cache
 def build() -> None:
     """Compiles the kernels for sm_90a (about 15 s) and registers them; RuntimeError without nvcc."""
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    if nvcc is None:
-        raise RuntimeError("plain_rows.cu is compiled on the spot, which needs nvcc; put CUDA's bin folder on PATH")
-    library = Path(tempfile.mkdtemp(prefix="echo_plain_rows_")) / "plain_rows.so"
-    subprocess.run(
-        [
-            *(nvcc, "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--Werror=all-warnings"),
-            *("-Xcompiler=-fPIC,-Wall,-Wextra", "-shared", "-isystem", jax.ffi.include_dir()),
-            *("-I", str(ROOT / "ffi" / "src"), "-I", str(ROOT / "ffi" / "include")),
-            *("-o", str(library), str(ROOT / "bench" / "plain_rows.cu")),
-        ],
-        check=True,
-    )
-    jax.devices()
-    opened = ctypes.CDLL(str(library))
-    for target, symbol in TARGETS.items():
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(opened, symbol)), platform="CUDA")
+    folders = ("-I", str(ROOT / "ffi" / "src"), "-I", str(ROOT / "ffi" / "include"))
+    on_the_spot.build("plain_rows.cu", TARGETS, "-O3", *folders)
 
 
 def plain_gather(

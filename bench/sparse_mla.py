@@ -289,20 +289,5 @@ def once() -> None:
         print(record_format, inputs.judge(*out, tensor_core=True), "of what is allowed")
 
 
-def main(parts: list[str]) -> int:
-    known = dict(check=check, bench=bench, tune=tune, once=once)
-    if unknown := [part for part in parts if part not in known]:
-        print(f"{unknown[0]!r} is none of {', '.join(known)}", file=sys.stderr)
-        return 2
-    if jax.devices()[0].platform != "gpu":
-        print(f"needs an NVIDIA GPU; jax sees {jax.devices()[0].platform}", file=sys.stderr)
-        return 2
-    for part in parts or ["check", "bench"]:
-        started = time.perf_counter()
-        known[part]()
-        print(f"{part}: {time.perf_counter() - started:.0f} s", flush=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(gpu_timing.run_parts(dict(check=check, bench=bench, tune=tune, once=once), sys.argv[1:]))
