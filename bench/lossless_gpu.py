@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from bench.harness import record
-from echo_jax import decode, hostmem
+from echo_jax import _compat, decode, hostmem
 from echo_jax import state as state_lib
 from echo_jax.cli.policies import parse_threshold
 from echo_jax.models import dsa, presets
@@ -213,4 +213,5 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    _compat.choose_products_without_timing()
     sys.exit(run(parse(sys.argv[1:])) > 0)
