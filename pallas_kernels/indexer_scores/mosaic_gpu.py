@@ -4,9 +4,10 @@ It knows tiles, stages, barriers and what TMA and wgmma want. The meaning of the
 checked, and tunings chosen, by the caller (`pallas_kernels.dispatch`). README.md beside this file has the sketch of
 the pipeline, its limit, and what was tried.
 
-Work is cut into tiles: (seat, `tokens` consecutive positions). Tile n of all seats together belongs to block
-n mod blocks, so that one long seat and a hundred short ones both fill the chip. A tile with a visible position is
-*scored*: its pages are loaded and multiplied. Any other is *hidden*: -inf is written and nothing is read.
+Work is cut into tiles: (seat, `tokens` consecutive positions), and `run` neighbouring tiles of a seat are a run. Run n
+of all seats together belongs to block n mod blocks, so that one long seat and a hundred short ones both fill the chip.
+A tile with a visible position is *scored*: its pages are loaded and multiplied. Any other is *hidden*: -inf is written
+and nothing is read.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
+from pallas_kernels.indexer_scores.once import copy_once
 
 PAGE = 64  # keys in a page
 WIDTH = 128  # values in a key
@@ -40,6 +42,8 @@ class Tuning:
     stages           tiles of keys in shared memory at once; fewer are used where they do not fit
     lookahead        tiles whose page numbers are read together, while the ones before are loaded
     blocks           thread blocks; the H200 has 132 multiprocessors, and one block fills one
+    run              neighbouring tiles of a seat that one block takes: its query is loaded once for them
+    once             keys are the first that the L2 gives up, so that they do not drive out what others left there
     """
 
     pages_per_math: int = 1
@@ -47,6 +51,8 @@ class Tuning:
     stages: int = 6
     lookahead: int = 4
     blocks: int = 132
+    run: int = 1
+    once: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +75,12 @@ class Shape:
     def tiles(self) -> int:
         """Of a seat; the last one may be cut."""
         return -(-self.page_count // self.tile_pages)
+
+    @property
+    def runs(self) -> int:
+        """Of a seat; the last one may be cut: tiles beyond the seat's last have nothing to score and no place to
+        write to."""
+        return -(-self.tiles // self.tuning.run)
 
     @property
     def tokens(self) -> int:
@@ -206,15 +218,16 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
 
 
 def place(shape: Shape, index: Any) -> tuple[Any, Any]:
-    """Seat and tile of this block's index-th piece of work; past the last one, the last one of all."""
-    linear = lax.axis_index("block") + index * shape.tuning.blocks
-    linear = jnp.minimum(linear, shape.seats * shape.tiles - 1)
-    return linear // shape.tiles, linear % shape.tiles
+    """Seat and tile of this block's index-th piece of work; past the last run, a piece of the last run of all."""
+    run = shape.tuning.run
+    linear = lax.axis_index("block") + index // run * shape.tuning.blocks
+    linear = jnp.minimum(linear, shape.seats * shape.runs - 1)
+    return linear // shape.runs, linear % shape.runs * run + index % run
 
 
 def work_of_block(shape: Shape) -> Any:
     blocks = shape.tuning.blocks
-    return (shape.seats * shape.tiles - lax.axis_index("block") + blocks - 1) // blocks
+    return (shape.seats * shape.runs - lax.axis_index("block") + blocks - 1) // blocks * shape.tuning.run
 
 
 def longest(shape: Shape, refs: Refs, seat: Any) -> Any:
@@ -328,15 +341,16 @@ def load_keys(shape: Shape, refs: Refs, numbers: list[Any], progress: Progress) 
             plgpu.commit_smem()  # so were the scales
 
     full = refs.keys_full.at[stage]
+    copy = copy_once if shape.tuning.once and not shape.is_interpreted else plgpu.copy_gmem_to_smem
     for page, number in enumerate(numbers):
         first = page * PAGE
         target = refs.keys.at[stage, pl.ds(first, PAGE)]
         if shape.is_fp8 and not shape.is_interpreted:
             target = _mosaic.plain_rows(refs.keys, stage, first, PAGE, WIDTH)
-        plgpu.copy_gmem_to_smem(refs.key_pages.at[number, pl.ds(0, PAGE)], target, full)
+        copy(refs.key_pages.at[number, pl.ds(0, PAGE)], target, full)
         if shape.is_fp8:
             scales = refs.scales.at[stage, pl.ds(first, PAGE)]
-            plgpu.copy_gmem_to_smem(refs.scale_pages.at[number, SCALE_ROW], scales, full)
+            copy(refs.scale_pages.at[number, SCALE_ROW], scales, full)
 
 
 # The math role.

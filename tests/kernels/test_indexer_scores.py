@@ -4,7 +4,9 @@ The tests know the cases and how to run an implementation. What is right is the 
 shares no code with either.
 """
 
+import collections
 import functools
+import re
 from typing import Any
 
 import jax
@@ -69,8 +71,9 @@ def test_the_kernel_agrees_with_the_oracle_when_interpreted(case):
         Tuning(pages_per_math=2, math=1, stages=2, lookahead=1, blocks=1),  # every buffer used again and again
         Tuning(pages_per_math=1, math=3, stages=3, lookahead=3, blocks=2),  # the last tile of a seat is cut
         Tuning(pages_per_math=1, math=1, stages=4, lookahead=2, blocks=16),  # more blocks than work
+        Tuning(pages_per_math=1, math=1, stages=2, lookahead=2, blocks=3, run=3),  # the last run of a seat is cut
     ],
-    ids=["one_block", "cut_tile", "idle_blocks"],
+    ids=["one_block", "cut_tile", "idle_blocks", "cut_run"],
 )
 def test_every_tuning_gives_the_same_scores(tuning):
     """A tile size is no part of the meaning: same bits as with the tiles of the other tests."""
@@ -111,16 +114,102 @@ COMPILED = (
 )
 
 
-@pytest.mark.skipif(aot.why_not() is not None, reason=str(aot.why_not()))
+NEEDS_THE_COMPILER = pytest.mark.skipif(aot.why_not() is not None, reason=str(aot.why_not()))
+
+
+@functools.cache
+def compiled(case):
+    """At its tuned tile."""
+    score = functools.partial(pallas_kernels.indexer_scores, implementation="mosaic_gpu")
+    return aot.compile_for_h200(score, *shapes(case))
+
+
+@NEEDS_THE_COMPILER
 @pytest.mark.parametrize("case", COMPILED, ids=cases.identifier)
 def test_the_kernel_compiles_for_an_h200_without_spills(case):
     """Each case at its tuned tile: no spills, no copy of the pool (temp stays far below a page), one kernel."""
-    score = functools.partial(pallas_kernels.indexer_scores, implementation="mosaic_gpu")
-    compiled = aot.compile_for_h200(score, *shapes(case))
-    compiled.assert_no_spills()
-    assert len(compiled.kernels) == 1
+    found = compiled(case)
+    found.assert_no_spills()
+    assert len(found.kernels) == 1
     small = 8 * case.seats * case.rows * (64 + 64 * 128)  # padded weights and query
-    assert compiled.memory.temp_size_in_bytes <= small
+    assert found.memory.temp_size_in_bytes <= small
+
+
+@NEEDS_THE_COMPILER
+@pytest.mark.parametrize("case", COMPILED[2:4], ids=cases.identifier)
+def test_a_page_beyond_two_gib_is_where_the_copies_look(case):
+    """A pool of 19.2 million rows. What the compiled kernel hands TMA as a page's coordinate is the 32-bit number that
+    it read from the table, moved but not computed with, so there is no product to overflow; TMA multiplies it by the
+    descriptor's stride, which is 64 bits wide and here must be a page."""
+    ptx = next(text for name, text in compiled(case).files.items() if name.endswith(".ptx"))
+    tuning = dispatch.tuned(case.keys == "fp8", case.seats * case.pages)
+    sources = [source for _, source in tma_copies(ptx)]
+    assert sources.count("page number") >= tuning.lookahead
+    assert len(sources) - sources.count("page number") == tuning.lookahead * 2 * case.rows  # queries and weights
+
+    page_bytes = 64 * 132 if case.keys == "fp8" else 64 * 128 * 2
+    assert case.pool * page_bytes > 2**31 and case.pool * 64 > 4_000_000
+    views = page_views(compiled(case), case.pool)
+    assert views == [page_bytes] * (2 if case.keys == "fp8" else 1)  # keys, and scales
+
+
+def tma_copies(ptx):
+    """(instruction, what sets its last coordinate) of each."""
+    found = re.findall(r"(cp\.async\.bulk\.tensor\S+) \[\S+\], \[%rd\d+, \{([^}]*)\} ?\]", ptx)
+    definitions = definitions_of(ptx)
+    return [(name, source_of(definitions, coordinates.split(",")[-1].strip())) for name, coordinates in found]
+
+
+def source_of(definitions, register):
+    """ "page number" if the register is only ever set to 32-bit words of device memory, through moves at most."""
+    pending, seen = [register], {register}
+    while pending:
+        for operation, sources in definitions[pending.pop()]:
+            if operation == "mov.b32" and sources.startswith("%r"):
+                pending += {sources} - seen
+                seen.add(sources)
+            elif not re.fullmatch(r"ld\.global(\.v[24])?\.b32", operation):
+                return operation
+    return "page number"
+
+
+def definitions_of(ptx):
+    """register -> (operation, its other operands) of each line that sets it."""
+    found = collections.defaultdict(list)
+    for operation, targets, sources in re.findall(
+        r"^\s*(?:@\S+\s+)?([a-z][\w.:]*)\s+(\{[^}]*\}|%\w+),\s*(.*);", ptx, re.MULTILINE
+    ):
+        for register in re.findall(r"%\w+", targets):
+            found[register].append((operation, sources))
+    return found
+
+
+def page_views(found, pool):
+    """Bytes from one page to the next in each of the TMA descriptors over the pool."""
+    log = next(text for name, text in found.files.items() if name.endswith("mlir-passes.log"))
+    first = log[: log.index("IR Dump Before", 100)]
+    bytes_of = dict(f8E4M3FN=1, bf16=2, f32=4)
+    found = []
+    for shape, kind, strides in re.findall(
+        rf"extract_strided_metadata \S+ : memref<({pool}[\dx]*)x([a-z]\w*)(?:, strided<\[([^\]]*)\]>)?>", first
+    ):
+        extents = [int(extent) for extent in shape.split("x")]
+        stride = int(strides.split(",")[0]) if strides else int(np.prod(extents[1:]))
+        found.append(stride * bytes_of[kind])
+    return found
+
+
+@NEEDS_THE_COMPILER
+def test_keys_that_are_read_once_say_so():
+    """`once` puts a cache policy on the copies of pages, and on no other copy: a query is read by every block."""
+    score = functools.partial(pallas_kernels.indexer_scores, implementation="mosaic_gpu", tuning=Tuning(once=True))
+    found = aot.compile_for_h200(score, *shapes(COMPILED[-1]))
+    ptx = next(text for name, text in found.files.items() if name.endswith(".ptx"))
+    assert "createpolicy.fractional.L2::evict_first.b64" in ptx
+    copies = tma_copies(ptx)
+    assert {source == "page number" for _, source in copies} == {True, False}
+    for name, source in copies:
+        assert name.endswith(".L2::cache_hint") == (source == "page number")
 
 
 @pytest.mark.parametrize(
