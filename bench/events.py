@@ -35,11 +35,14 @@ def event_time(
     repeats: int = gpu_timing.REPEATS,
     sweep: bool = True,
     runs: int = 2,
+    as_graph: bool = False,
 ) -> Measurement:
     """Microseconds of function(*arguments), jittable and without donation: median, p10 and p90 of `repeats` calls.
 
     All calls are one program: overwrite the L2, record, call, record. The call waits for its first event through its
     smallest argument, the second event for the call through the call's first result, which is written in place.
+    `as_graph` has XLA make a CUDA graph of whatever lies between two events, one kernel too: what is timed is then the
+    replay of the graph of one call.
     """
     library = build()
 
@@ -54,7 +57,7 @@ def event_time(
             before = _record(first, 2 * index + 1).reshape(-1)[:1]
         return before
 
-    run = jax.jit(program)
+    run = jax.jit(program, compiler_options={"xla_gpu_graph_min_graph_size": 1} if as_graph else None)
     durations: list[float] = []
     for _ in range(1 + runs):
         jax.block_until_ready(run(arguments))

@@ -3,12 +3,14 @@
     python -m bench.indexer_scores [check] [bench] [tune] [once]      (none: check, then bench)
 
 check  every case of `pallas_kernels.indexer_scores.cases` against its oracle, each call twice, about 50 s
-bench  the claims C.* and the table beside DeepGEMM's, about 60 s; writes rows
-tune   tile sizes at three shapes, about 60 s; prints only
-once   a few calls at 32 x 98,304 and nothing else, for a profiler that wants CUPTI to itself
+bench  the claims C.* and the table beside DeepGEMM's, about 70 s; writes rows
+tune   tunings at the twelve shapes of that table, all bitwise the same scores, about 90 s; prints only
 
 It knows shapes, claims and which bytes count: 132 read (FP8) or 256 (bf16) and 4 written for each position. How time is
-taken is in `gpu_timing`, how a row is written in `harness`.
+taken is in `gpu_timing` and `events`, how a row is written in `harness`; `profile_kernel` has the GPU's own counters.
+
+Three clocks. A claim is answered by the one by which DeepGEMM was timed: events around the replay of a CUDA graph of
+one call. Events around a plain call leave the graph out, and CUPTI's time of the kernel leaves out the launch as well.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import dataclasses
 import functools
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -26,8 +29,8 @@ from jax import lax
 
 import pallas_kernels
 from bench import events, gpu_timing, harness
-from pallas_kernels import dispatch
-from pallas_kernels.indexer_scores import cases, mosaic_gpu, reference
+from pallas_kernels.indexer_scores import cases, reference
+from pallas_kernels.indexer_scores.mosaic_gpu import Tuning
 
 HEADS, WIDTH, PAGE = 64, 128, 64
 LENGTHS, BATCHES = (98_304, 65_536, 32_768), (1, 8, 32, 102)
@@ -41,25 +44,35 @@ DEEPGEMM = {
 }
 FILE = "indexer_scores.jsonl"
 METHOD = "median of 30; L2 overwritten before each call; pages of a seat scattered over the pool; query already in FP8"
-VARIANTS = (
-    mosaic_gpu.Tuning(1, 4, 6, 4),
-    mosaic_gpu.Tuning(1, 4, 6, 1),
-    mosaic_gpu.Tuning(1, 4, 3, 4),
-    mosaic_gpu.Tuning(1, 2, 12, 4),
-    mosaic_gpu.Tuning(1, 3, 8, 4),
-    mosaic_gpu.Tuning(2, 2, 6, 4),
-    mosaic_gpu.Tuning(2, 3, 4, 2),
-    mosaic_gpu.Tuning(2, 4, 3, 2),
-)
+VARIANTS = {
+    "as first written": Tuning(),
+    "once": Tuning(once=True),
+    "runs of 4": Tuning(run=4),
+    "once, runs of 4": Tuning(run=4, once=True),
+    "once, runs of 2": Tuning(run=2, once=True),
+    "once, runs of 8 tiles of 128": Tuning(math=2, stages=12, lookahead=8, run=8, once=True),
+    "once, runs of 4 tiles of 192": Tuning(math=3, stages=8, run=4, once=True),
+    "once, runs of 4, two pages each": Tuning(pages_per_math=2, math=2, run=4, once=True),
+    "once, runs of 4, 8 tiles ahead": Tuning(lookahead=8, run=4, once=True),
+}
+POLICIES, MOST_LIKELY = tuple(VARIANTS)[:5], ("once, runs of 4",)
+DECIDING = {
+    (8, 98_304): tuple(VARIANTS),
+    (1, 98_304): tuple(VARIANTS),
+    (102, 32_768): tuple(VARIANTS),
+    (102, 98_304): POLICIES,
+    (32, 98_304): POLICIES,
+}
+"""The shapes that decide, and what is tried there; elsewhere only the most likely."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """One measurement: kernel time by CUPTI, a call by events and, where taken, its cost inside a graph; us."""
+    """One measurement: the kernel by CUPTI, a call by events, the graph of a call by events; us."""
 
     kernel: harness.Measurement
     event: harness.Measurement
-    graph: harness.Measurement | None
+    graph: harness.Measurement
     bytes_moved: int
 
     def bandwidth(self) -> float:
@@ -90,7 +103,7 @@ def arguments(keys: str, seats: int, length: int) -> tuple[jax.Array, ...]:
     return jax.block_until_ready((query, weights, fill(jax.random.key(0), min(pool, 4096)), numbers, visible))
 
 
-def kernel(tuning: mosaic_gpu.Tuning | None = None) -> Any:
+def kernel(tuning: Tuning | None = None) -> Any:
     return jax.jit(functools.partial(pallas_kernels.indexer_scores, implementation="mosaic_gpu", tuning=tuning))
 
 
@@ -117,12 +130,15 @@ def xla_form(query, weights, pages, numbers, visible):
     return jax.vmap(seat)(query, weights, numbers, visible)
 
 
-def measure(function: Any, inputs: tuple[jax.Array, ...], in_graph: bool) -> Timed:
+def measure(function: Any, inputs: tuple[jax.Array, ...]) -> Timed:
     positions = inputs[3].size * PAGE
     per_key = WIDTH + 4 if inputs[2].dtype == jnp.uint8 else 2 * WIDTH
-    times = gpu_timing.kernel_times(function, *inputs)
-    graph = gpu_timing.graph_time(function, *inputs) if in_graph else None
-    return Timed(times.total, events.event_time(function, *inputs), graph, positions * (per_key + 4))
+    return Timed(
+        gpu_timing.kernel_times(function, *inputs).total,
+        events.event_time(function, *inputs),
+        events.event_time(function, *inputs, runs=3, as_graph=True),
+        positions * (per_key + 4),
+    )
 
 
 def check() -> None:
@@ -145,30 +161,30 @@ def bench() -> None:
         harness.record(
             value=value / 1e12, unit="TB/s", name=f"device memory, {name} by XLA, 1 GiB", file=FILE, method="CUPTI"
         )
-    print("FP8, 64 heads    us: kernel [p10 p90]  by events   in a graph   DeepGEMM    TB/s   of the copy bandwidth")
+    print("FP8, 64 heads    us: kernel [p10 p90]   call    graph [p10 p90]    DeepGEMM  kernel's TB/s, of the copy's")
     for length in LENGTHS:
         for seats in BATCHES:
             inputs = arguments("fp8", seats, length)
-            timed = measure(kernel(), inputs, in_graph=length == LENGTHS[0])
+            timed = measure(kernel(), inputs)
             beside = DEEPGEMM[seats][length]
             report(f"{seats:3} x {length:6}", timed, beside, limit)
             write("fp8", seats, length, timed, limit, CLAIMS[seats] if length == LENGTHS[0] else None)
             if (seats, length) == (32, LENGTHS[0]):
-                fp8_32, xla = timed, measure(xla_form, inputs, in_graph=False)
+                xla = gpu_timing.kernel_times(xla_form, *inputs).total
                 worst = np.nanmax(np.abs(np.asarray(kernel()(*inputs)) - np.asarray(xla_form(*inputs))))
-                print(f"      XLA's form: {xla.kernel.median:.1f} us; the largest difference is {worst:.3g}")
+                print(f"      XLA's form: {xla.median:.1f} us; the largest difference is {worst:.3g}")
                 harness.record(
                     "C.xla_ratio_32x98k",
-                    value=xla.kernel.median / fp8_32.kernel.median,
+                    value=xla.median / timed.kernel.median,
                     unit="ratio",
                     file=FILE,
                     shapes=dict(seats=seats, length=length, heads=HEADS, keys="fp8"),
                     method="sums of kernel times (CUPTI), " + METHOD,
-                    notes=f"gather, one bf16 einsum, element-wise work: {xla.kernel.median:.1f} us",
+                    notes=f"gather, one bf16 einsum, element-wise work: {xla.median:.1f} us",
                 )
             del inputs
     inputs = arguments("bf16", 32, LENGTHS[0])
-    timed = measure(kernel(), inputs, in_graph=False)
+    timed = measure(kernel(), inputs)
     report("bf16 32 x  98304", timed, None, limit)
     write("bf16", 32, LENGTHS[0], timed, limit, None)
     harness.record(
@@ -183,68 +199,57 @@ def bench() -> None:
 
 
 def report(label: str, timed: Timed, beside: float | None, limit: gpu_timing.Bandwidth) -> None:
-    graph = f"{timed.graph.median:8.1f}" if timed.graph else "       -"
+    def spread(time_us: harness.Measurement) -> str:
+        return f"{time_us.median:8.1f} {f'[{time_us.p10:.1f} {time_us.p90:.1f}]':16}"
+
     other = f"{beside:8.1f}" if beside else "       -"
-    spread = f"[{timed.kernel.p10:.1f} {timed.kernel.p90:.1f}]"
     bandwidth = f"{timed.bandwidth() / 1e12:8.2f} {timed.bandwidth() / limit.copy:8.2f}"
-    event = f"{timed.event.median:8.1f}"
-    print(f"{label:16} {timed.kernel.median:8.1f} {spread:16} {event} {graph:>10} {other:>10} {bandwidth}", flush=True)
+    event = f"{timed.event.median:7.1f}"
+    print(f"{label:16} {spread(timed.kernel)} {event} {spread(timed.graph)} {other} {bandwidth}", flush=True)
 
 
 def write(keys: str, seats: int, length: int, timed: Timed, limit: gpu_timing.Bandwidth, claim: str | None) -> None:
-    """A claim is answered by events around a call, as DeepGEMM was timed; the kernel's own time, and what a call adds
-    to a graph of calls, are rows apart."""
-    shapes = dict(seats=seats, length=length, heads=HEADS, keys=keys, rows=1)
-    common: dict[str, Any] = dict(
-        unit="us", file=FILE, shapes=shapes, fraction_of_limit=round(timed.bandwidth() / limit.copy, 4)
-    )
-    notes = (
-        f"limit: copy bandwidth of the run, {limit.copy / 1e12:.2f} TB/s; {timed.bandwidth() / 1e12:.2f} TB/s reached"
-    )
-    if claim:
-        harness.record(claim, value=timed.event, method="CUDA events around a call; " + METHOD, notes=notes, **common)
-    if timed.graph:
+    """The graph of a call, which answers the claim, the call and the kernel, a row each."""
+    what = f"index scores, {keys}, {HEADS} heads, {seats} x {length}"
+    for value, answers, name, clock in (
+        (timed.graph, claim, "graph of a call", "CUDA events around the replay of a CUDA graph of one call"),
+        (timed.event, None, "a call", "CUDA events around a call"),
+        (timed.kernel, None, "kernel time", "kernel time (CUPTI)"),
+    ):
         harness.record(
-            value=timed.graph,
-            name=f"index scores, {keys}, {HEADS} heads, {seats} x {length}: in a graph",
-            method="CUDA graph of 10 calls, less the graph without them; " + METHOD,
-            notes=notes,
-            **common,
+            answers,
+            value=value,
+            unit="us",
+            name="" if answers else f"{what}: {name}",
+            file=FILE,
+            shapes=dict(seats=seats, length=length, heads=HEADS, keys=keys, rows=1),
+            method=f"{clock}; {METHOD}",
+            fraction_of_limit=round(timed.bandwidth() / limit.copy, 4),
+            notes=f"limit: copy bandwidth of the run, {limit.copy / 1e12:.2f} TB/s; the kernel reached "
+            f"{timed.bandwidth() / 1e12:.2f} TB/s",
         )
-    harness.record(
-        value=timed.kernel,
-        name=f"index scores, {keys}, {HEADS} heads, {seats} x {length}: kernel time",
-        method="kernel time (CUPTI), " + METHOD,
-        notes=notes,
-        **common,
-    )
 
 
 def tune() -> None:
-    print("tune: kernel us at (1, 8, 32) x 98,304")
-    inputs = {seats: arguments("fp8", seats, LENGTHS[0]) for seats in (1, 8, 32)}
-    for tuning in VARIANTS:
-        times = [gpu_timing.kernel_times(kernel(tuning), *inputs[seats]).total.median for seats in inputs]
-        print(f"  {describe(tuning):60}", "  ".join(f"{value:7.1f}" for value in times), flush=True)
-    print("tune: kernel us at 32 x 98,304, bf16")
-    wide = arguments("bf16", 32, LENGTHS[0])
-    for tuning in VARIANTS:
-        time_us = gpu_timing.kernel_times(kernel(tuning), *wide).total.median
-        print(f"  {describe(tuning):60} {time_us:7.1f}", flush=True)
-
-
-def describe(tuning: mosaic_gpu.Tuning) -> str:
-    return ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(tuning).items())
-
-
-def once() -> None:
-    inputs = arguments("fp8", 32, LENGTHS[0])
-    score = kernel()
-    for _ in range(3):
-        jax.block_until_ready(score(*inputs))
-    print("called three times with", describe(dispatch.tuned(True, inputs[3].size)))
+    """Kernel time of each variant, and DeepGEMM's graph time beside it; AssertionError where two variants differ."""
+    shapes = [
+        *DECIDING,
+        *((seats, length) for length in LENGTHS for seats in BATCHES if (seats, length) not in DECIDING),
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        for seats, length in shapes:
+            print(f"tune: {seats} x {length}, FP8: kernel us; DeepGEMM's graph {DEEPGEMM[seats][length]}", flush=True)
+            inputs, first = arguments("fp8", seats, length), None
+            names = DECIDING.get((seats, length), MOST_LIKELY)
+            compiled = [(name, pool.submit(kernel(VARIANTS[name]).lower(*inputs).compile)) for name in names]
+            for name, score in [(name, future.result()) for name, future in compiled]:
+                time_us = gpu_timing.kernel_times(score, *inputs).total
+                scores = score(*inputs)
+                assert first is None or bool(jnp.array_equal(scores, first)), f"{name} has other scores"
+                first = scores
+                print(f"  {name:36} {time_us.median:8.1f} [{time_us.p10:.1f} {time_us.p90:.1f}]", flush=True)
 
 
 if __name__ == "__main__":
     assert reference.PAGE == PAGE
-    sys.exit(gpu_timing.run_parts(dict(check=check, bench=bench, tune=tune, once=once), sys.argv[1:]))
+    sys.exit(gpu_timing.run_parts(dict(check=check, bench=bench, tune=tune), sys.argv[1:]))
