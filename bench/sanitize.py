@@ -1,14 +1,14 @@
 """Does compute-sanitizer find anything in the library's kernels? memcheck and racecheck over a short list of GPU tests.
 
-    python -m bench.sanitize [--limit 65]      about 60 s on one GPU
+    python -m bench.sanitize [ffi | indexer_scores] [--limit 65]      about 60 s on one GPU
 
-The two tools run side by side, each in a process of its own, over the tests named below, and look at the kernels whose
-names lie in echo_ffi; XLA's own are not ours to judge. Each tool must also find the faults of bench/faulty.cu, by the
-same filter: where nothing is found there, nothing found here says nothing. XLA allocates every buffer by itself, so
-that a step past the end of one shows, and forms no CUDA graphs.
+The two tools run side by side, each in a process of its own, over the tests of a target named below, and look at the
+kernels whose names its filter takes; XLA's own are not ours to judge. Each tool must also find the faults of
+bench/faulty.cu, by the filter of ffi: where nothing is found there, nothing found here says nothing. XLA allocates
+every buffer by itself, so that a step past the end of one shows, and forms no CUDA graphs.
 
-The number recorded (B.sanitizer) is the sum of both tools' findings. Nothing is recorded where a tool did not end, a
-test failed, or the faults were not found; the exit code says so.
+The number recorded (for ffi as B.sanitizer) is the sum of both tools' findings. Nothing is recorded where a tool did
+not end, a test failed, or the faults were not found; the exit code says so.
 """
 
 from __future__ import annotations
@@ -30,22 +30,62 @@ from bench import harness
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck")
 
-# Every kernel, at sizes that end soon: rows of whole 16 bytes and of single words, lists longer than the warps, numbers
-# outside; slots with and without eviction; rows of scores that are sampled and divided among blocks.
-TESTS = (
-    "tests/ffi/test_ffi_rows.py::test_read_rows[pinned-gpu-bf16-mixed]",
-    "tests/ffi/test_ffi_rows.py::test_recall[pinned-gpu-bf16-mixed]",
-    "tests/ffi/test_ffi_rows.py::test_recall[pinned-gpu-f32-mixed]",
-    "tests/ffi/test_ffi_rows.py::test_write_back[pinned-gpu-bf16-with_padding]",
-    "tests/ffi/test_ffi_rows.py::test_copy_rows[pinned-gpu-bf16-padding_on_either_side]",
-    "tests/ffi/test_ffi_gpu.py::test_numbers_outside_are_skipped[u32]",
-    "tests/ffi/test_ffi_gpu.py::test_a_long_list_of_many_lengths",
-    "tests/ffi/test_ffi_slots.py::test_maps_are_updated_in_place[gpu]",
-    "tests/ffi/test_ffi_slots.py::test_any_negative_row_is_padding[gpu]",
-    "tests/test_slot_manager.py::test_a_random_history[duplicates-gpu]",
-    "tests/ffi/test_ffi_top_k.py::test_corner_on_a_gpu[tie_at_threshold-f32]",
-    "tests/ffi/test_ffi_top_k.py::test_corner_on_a_gpu[normal-bf16]",
-)
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Kernels to look at, and tests that run them at sizes that end soon.
+
+    kernels   compute-sanitizer's filter of names
+    claim     that the number answers, if any
+    """
+
+    kernels: str
+    claim: str | None
+    tests: tuple[str, ...]
+
+
+SCORES = "tests/kernels/test_indexer_scores.py::test_the_kernel_on_the_gpu"
+TARGETS = {
+    # Rows of whole 16 bytes and of single words, lists longer than the warps, numbers outside; slots with and without
+    # eviction; rows of scores that are sampled and divided among blocks.
+    "ffi": Target(
+        "kns=echo_ffi",
+        "B.sanitizer",
+        (
+            "tests/ffi/test_ffi_rows.py::test_read_rows[pinned-gpu-bf16-mixed]",
+            "tests/ffi/test_ffi_rows.py::test_recall[pinned-gpu-bf16-mixed]",
+            "tests/ffi/test_ffi_rows.py::test_recall[pinned-gpu-f32-mixed]",
+            "tests/ffi/test_ffi_rows.py::test_write_back[pinned-gpu-bf16-with_padding]",
+            "tests/ffi/test_ffi_rows.py::test_copy_rows[pinned-gpu-bf16-padding_on_either_side]",
+            "tests/ffi/test_ffi_gpu.py::test_numbers_outside_are_skipped[u32]",
+            "tests/ffi/test_ffi_gpu.py::test_a_long_list_of_many_lengths",
+            "tests/ffi/test_ffi_slots.py::test_maps_are_updated_in_place[gpu]",
+            "tests/ffi/test_ffi_slots.py::test_any_negative_row_is_padding[gpu]",
+            "tests/test_slot_manager.py::test_a_random_history[duplicates-gpu]",
+            "tests/ffi/test_ffi_top_k.py::test_corner_on_a_gpu[tie_at_threshold-f32]",
+            "tests/ffi/test_ffi_top_k.py::test_corner_on_a_gpu[normal-bf16]",
+        ),
+    ),
+    # Lengths of nothing, one and an odd number, a cut tile, pages without a number, several query rows, both formats,
+    # and every stage and buffer used again.
+    "indexer_scores": Target(
+        "kns=indexer_scores",
+        None,
+        (
+            f"{SCORES}[zero_length-fp8-1x8]",
+            f"{SCORES}[length_not_multiple_of_page-fp8-1x8]",
+            f"{SCORES}[length_not_multiple_of_page-bf16-1x8]",
+            f"{SCORES}[rows_differ-fp8-3x16]",
+            f"{SCORES}[rows_differ-bf16-4x16]",
+            f"{SCORES}[four_heads-fp8-1x4]",
+            f"{SCORES}[normal-fp8-2x64]",
+            f"{SCORES}[many_tiles-fp8-4x64]",
+            f"{SCORES}[many_tiles-bf16-1x32]",
+        ),
+    ),
+}
+
+TESTS = tuple(test for target in TARGETS.values() for test in target.tests)
 
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
@@ -78,10 +118,10 @@ class Run:
         return findings(log), status, time.monotonic() - self.started
 
 
-def start(sanitizer: str, tool: str, name: str, program: list[str], folder: Path) -> Run:
+def start(sanitizer: str, tool: str, name: str, kernels: str, program: list[str], folder: Path) -> Run:
     log, output = folder / f"{name}.log", folder / f"{name}.out"
     command = [
-        *(sanitizer, "--tool", tool, "--kernel-name", "kns=echo_ffi", "--report-api-errors", "no"),
+        *(sanitizer, "--tool", tool, "--kernel-name", kernels, "--report-api-errors", "no"),
         *("--target-processes", "application-only", "--print-limit", "20", "--log-file", str(log)),
     ]
     environment = {
@@ -111,17 +151,21 @@ def tool_path(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("target", nargs="?", default="ffi", choices=TARGETS)
     parser.add_argument("--limit", type=float, default=65.0, help="seconds until what still runs is stopped")
-    limit = parser.parse_args().limit
-    deadline = time.monotonic() + limit
+    options = parser.parse_args()
+    target = TARGETS[options.target]
+    deadline = time.monotonic() + options.limit
     sanitizer, nvcc = tool_path("compute-sanitizer"), tool_path("nvcc")
     folder = Path(tempfile.mkdtemp(prefix="echo_sanitize_"))
 
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *TESTS]
-    runs = {tool: start(sanitizer, tool, tool, tests, folder) for tool in TOOLS}
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *target.tests]
+    runs = {tool: start(sanitizer, tool, tool, target.kernels, tests, folder) for tool in TOOLS}
     faulty = folder / "faulty"
     subprocess.run([nvcc, "-arch=sm_90a", str(ROOT / "bench" / "faulty.cu"), "-o", str(faulty)], check=True)
-    controls = {tool: start(sanitizer, tool, f"{tool}_control", [str(faulty)], folder) for tool in TOOLS}
+    controls = {
+        tool: start(sanitizer, tool, f"{tool}_control", TARGETS["ffi"].kernels, [str(faulty)], folder) for tool in TOOLS
+    }
 
     problems, total, said = [], 0, []
     for tool in TOOLS:
@@ -146,12 +190,13 @@ def main() -> None:
 
     jax.devices()
     harness.record(
-        "B.sanitizer",
+        target.claim,
         value=total,
+        name="" if target.claim else f"compute-sanitizer's findings in {options.target}",
         unit="",
         file="gpu_sanitizer.jsonl",
         method="sum of memcheck's errors and racecheck's hazards; both find the faults of bench/faulty.cu",
-        shapes={"tests": len(TESTS)},
+        shapes={"tests": len(target.tests)},
         notes="; ".join(said),
     )
     print(f"recorded: {total} findings; both tools found the faults of bench/faulty.cu")
