@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from echo_jax.replay.rules import Choice, Facts
+from echo_jax.replay.rules import Choice, Facts, missed
 from echo_jax.replay.settings import Plan
 from echo_jax.stats import Moved
 from echo_jax.types import NO_POSITION
@@ -79,13 +79,7 @@ def record(
 
     ranks = jnp.sum(candidates, axis=2, dtype=jnp.int32).astype(jnp.float32)
 
-    if choice.attended is facts.exact:
-        missed = jnp.zeros((), jnp.int32)
-    else:
-        at = jnp.where(choice.attended == NO_POSITION, 0, choice.attended)
-        kept = jnp.take_along_axis(facts.is_exact, at, axis=1) & (choice.attended != NO_POSITION)
-        lost = jnp.sum(facts.exact != NO_POSITION, axis=1) - jnp.sum(kept, axis=1)
-        missed = jnp.sum(jnp.where(choice.runs, lost, 0)).astype(jnp.int32)
+    lost = jnp.sum(jnp.where(choice.runs, missed(facts, choice), 0), dtype=jnp.int32)
     deferred = jnp.sum(scores.active & ~choice.runs, dtype=jnp.int32)
 
     def total(mask: jax.Array) -> jax.Array:
@@ -95,7 +89,7 @@ def record(
         moved=moved,
         reselected=reselected,
         candidates=total(candidates),
-        missed=jnp.broadcast_to(missed, (count,)),
+        missed=jnp.broadcast_to(lost, (count,)),
         deferred=jnp.broadcast_to(deferred, (count,)),
         predictions=total(counts),
         above=total(counts & (predicted > kth)),

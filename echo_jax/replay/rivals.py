@@ -4,7 +4,7 @@ Knows which rows each system attends and fetches ahead. Knows no pool: `step` ru
 that needs something a trace does not carry runs in an idealised form, which `form` says; idealised is in the rival's
 favour. One thing is not: neighbouring tokens of a synthetic trace have nothing to do with each other, so that whatever
 works by pages looks as bad there as it can; judge pages on recorded traces. Rivals that are lossy report the share of
-the exact set that they miss; what that costs in answers only a model can say.
+the exact set that they miss; what that costs in answers only a model can say, which `live` lets one do.
 """
 
 from __future__ import annotations
@@ -313,6 +313,9 @@ RIVALS: dict[str, Callable[[TraceInfo, int, str], Setting]] = {
     "no-offload": lambda info, slots, kind: _setting("no-offload", _all_rows(info), Resident()),
 }
 """(header, slots per request, kind of layer) -> the setting. `echo` and `no-prefetch` are there to compare with."""
+
+LOSSY = ("freekv", "infinigen", "arkvale", "quest")
+"""Those that attend something else than the exact top-k."""
 
 
 def _all_rows(info: TraceInfo) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 
 from echo_jax.replay import step as step_lib
 from echo_jax.replay.counts import Record, SharedRecord
+from echo_jax.replay.rules import facts_of
 from echo_jax.replay.settings import Plan
 from echo_jax.replay.step import Ahead
 from echo_jax.traces import ScoreSource
@@ -151,7 +152,7 @@ def _select_chunk(plan: Plan, source: ScoreSource, stream, first, last, chunk: i
 
     def one_step(stream, t):
         stream, scores = source.step(stream, t)
-        facts, _ = step_lib.facts_of(plan, scores, t)
+        facts = facts_of(scores, t, plan.top_k)
         return stream, (facts.exact, scores.length, scores.starts | ~scores.active)
 
     shapes = jax.eval_shape(one_step, stream, first)[1]

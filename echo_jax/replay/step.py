@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from echo_jax import indexer, pool, recall, threshold
+from echo_jax import pool, recall, threshold
 from echo_jax.recall import StepView
 from echo_jax.replay import counts
 from echo_jax.replay.counts import Record, SharedRecord
-from echo_jax.replay.rules import Choice, Facts
+from echo_jax.replay.rules import Choice, Facts, facts_of
 from echo_jax.replay.settings import RESELECT_WINDOW, Group, Plan
 from echo_jax.stats import Moved
 from echo_jax.traces import StepScores
@@ -68,21 +68,6 @@ def initial(plan: Plan) -> tuple[GroupState, ...]:
     return tuple(one(group) for group in plan.groups)
 
 
-def facts_of(plan: Plan, scores: StepScores, step: jax.Array) -> tuple[Facts, jax.Array]:
-    """The exact top-k of a step, as the trace gives it or as the decoder would find it; and its scores f32[R, K]."""
-    visible = scores.visible
-    if scores.selected is not None and scores.kth_score is not None:
-        exact, kth_score = scores.selected, scores.kth_score
-    else:
-        exact, kth_score = indexer.select(scores.score, visible, plan.top_k)
-    if (missing := plan.top_k - exact.shape[1]) > 0:  # a capacity below K lists fewer
-        exact = jnp.pad(exact, ((0, 0), (0, missing)), constant_values=NO_POSITION)
-    outside = jnp.where(exact == NO_POSITION, plan.positions, exact)
-    requests = jnp.arange(plan.requests, dtype=jnp.int32)[:, None]
-    is_exact = jnp.zeros((plan.requests, plan.positions), bool).at[requests, outside].set(True, mode="drop")
-    return Facts(scores, step, visible, exact, kth_score, is_exact), _scores_at(scores.score, exact)
-
-
 def _scores_at(score: jax.Array, positions: jax.Array) -> jax.Array:
     """f32[R, A]: -inf for NO_POSITION."""
     found = jnp.take_along_axis(score, jnp.maximum(positions, 0), axis=1)
@@ -93,7 +78,8 @@ def layer_step(
     plan: Plan, states: tuple[GroupState, ...], scores: StepScores, step: jax.Array, ahead: Ahead | None
 ) -> tuple[tuple[GroupState, ...], SharedRecord, Record]:
     """One step of all settings; the records' axis Z runs over `plan.settings`."""
-    facts, exact_scores = facts_of(plan, scores, step)
+    facts = facts_of(scores, step, plan.top_k)
+    exact_scores = _scores_at(scores.score, facts.exact)
     updated, records = [], []
     for group, state in zip(plan.groups, states, strict=True):
         state, record = _group_step(plan, group, state, facts, exact_scores, ahead)

@@ -96,11 +96,12 @@ def _row(plan: Plan, counts: Counts, place: int, bytes_per_row: int, costs: Sequ
 
 
 def series_of(plan: Plan, counts: Counts, place: int) -> dict[str, list[float]]:
-    """Step by step: request 0's k-th score and its prediction, and what the batch moved."""
+    """Step by step: request 0's k-th score and its prediction, and what the batch's candidates and moves were."""
     each = counts.each
     return {
         "kth_score": np.asarray(counts.shared.kth_score, float).tolist(),
         "predicted": np.asarray(each.predicted[:, place], float).tolist(),
+        "candidates": np.asarray(each.candidates[:, place]).tolist(),
         "hits": np.asarray(each.moved.hits)[:, place].tolist(),
         "useful": np.asarray(each.moved.useful)[:, place].tolist(),
         "staged": np.asarray(each.moved.staged)[:, place].tolist(),

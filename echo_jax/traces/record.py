@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from echo_jax import indexer
 from echo_jax import state as state_lib
 from echo_jax.decode import DecodeConfig
 from echo_jax.engine import check_requests, resident
-from echo_jax.layer import LayerInputs, LayerOutput, echo_layer, page_numbers, score_positions
+from echo_jax.layer import LayerInputs, append, echo_layer, page_numbers, score_positions
 from echo_jax.models import dsa
 from echo_jax.models.config import FULL, SHARED
 from echo_jax.prefill import PrefillOutput, prefill
@@ -158,11 +158,8 @@ def _keep_windows(windows: np.ndarray, on_prefill, seat: int, done: int, count: 
         on_prefill(seat, done)
 
 
-class _Seen(NamedTuple):
-    """What the recording selector was handed."""
-
-    score: jax.Array  # f32[B, P]
-    kth_score: jax.Array  # f32[B]
+Choose = Callable[[int, StepScores, int], indexer.Selection]
+"""(layer, what it scored, K) -> what is attended. `starts` and `selected` are not there yet."""
 
 
 @functools.partial(jax.jit, static_argnames=("config", "watch"), donate_argnames="state")
@@ -175,7 +172,25 @@ def recorded_step(
     config: DecodeConfig,
     watch: Watch,
 ) -> tuple[EchoState, jax.Array, dict[int, jax.Array], dict[int, StepScores]]:
-    """`decode_step` for tokens i32[B, 1] that also returns what was scored.
+    """`watched_step` that attends the exact top-k; `state` is donated."""
+
+    def exact(layer: int, step: StepScores, top_k: int) -> indexer.Selection:
+        return indexer.select(step.score, step.visible, top_k)
+
+    return watched_step(params, state, tokens, last_queries, config=config, watch=watch, choose=exact)
+
+
+def watched_step(
+    params: dsa.Params,
+    state: EchoState,
+    tokens: jax.Array,
+    last_queries: dict[int, jax.Array],
+    *,
+    config: DecodeConfig,
+    watch: Watch,
+    choose: Choose,
+) -> tuple[EchoState, jax.Array, dict[int, jax.Array], dict[int, StepScores]]:
+    """`decode_step` for tokens i32[B, 1] that also returns what was scored, and attends what `choose` says.
 
     last_queries: index queries f32[B, G, D_i] of each scoring layer in the step before, or `no_queries`. Returns the
     state, logits f32[B, V], the queries, and a StepScores for each scoring layer, `starts` left to the caller.
@@ -186,11 +201,14 @@ def recorded_step(
     layers, outputs, steps, queries = list(state.layers), [], {}, {}
     for index, weights in enumerate(params["layers"]):
         inputs = _project(weights, hidden, view, config)
-        is_full = model.layer_kinds[index] == FULL
-        guess = None
-        if is_full and LOOKAHEAD_SCORE in watch.fields:
-            guess = _lookahead(layers[index], weights, before if index else None, view, config)
-        before, seen = hidden, []
+        selector, seen = None, []
+        if model.layer_kinds[index] == FULL:
+            assert inputs.index_query is not None
+            queries[index] = inputs.index_query[:, 0]
+            entered = before if index else None
+            fields = _fields(layers[index], weights, inputs, entered, last_queries[index], view, config, watch)
+            selector = functools.partial(_watching_select, seen, functools.partial(choose, index), fields)
+        before = hidden
         layers[index], output = echo_layer(
             cache,
             layers[index],
@@ -200,16 +218,14 @@ def recorded_step(
             inputs,
             scale=model.attention_scale,
             shared=outputs[-1] if model.layer_kinds[index] == SHARED else None,
-            selector=functools.partial(_recording_select, seen),
+            selector=selector,
         )
         attended = output.attended.reshape(tokens.shape[0], *output.attended.shape[2:])
         hidden = dsa.finish(weights, hidden, attended, model, model.mlp_kinds[index])
         outputs.append(output)
-        if is_full:
-            assert inputs.index_query is not None
-            queries[index] = inputs.index_query[:, 0]
-            last = last_queries[index]
-            steps[index] = _step(seen[0], output, layers[index], inputs, guess, last, view, config, watch)
+        if seen:
+            selected, kth_score = output.selection.positions[:, 0], output.selection.kth_score[:, 0]
+            steps[index] = seen[0]._replace(selected=selected, kth_score=kth_score)
 
     state = state_lib.finish_step(cache, state, layers, [output.new_records for output in outputs], view)
     return state, dsa.logits(params, hidden, model), queries, steps
@@ -220,30 +236,37 @@ def _project(weights: dsa.Params, hidden: jax.Array, view: StepView, config: Dec
     return LayerInputs(*jax.tree.map(lambda x: x.reshape(x.shape[0], 1, *x.shape[1:]), inputs))
 
 
-def _recording_select(seen: list[_Seen], score: jax.Array, visible: jax.Array, top_k: int) -> indexer.Selection:
-    """The exact top-k; what it chose from is kept for the caller, who is traced together with it."""
-    selection = indexer.select(score, visible, top_k)
-    seen.append(_Seen(score, selection.kth_score))
-    return selection
+def _watching_select(
+    seen: list[StepScores],
+    choose: Callable[[StepScores, int], indexer.Selection],
+    fields: StepScores,
+    score: jax.Array,
+    visible: jax.Array,
+    top_k: int,
+) -> indexer.Selection:
+    """What `choose` makes of the scores; they are kept for the caller, who is traced together with it."""
+    seen.append(fields._replace(score=score))
+    return choose(seen[0], top_k)
 
 
-def _step(seen: _Seen, output: LayerOutput, layer: LayerState, inputs: LayerInputs, guess, last_query, view: StepView,
-          config: DecodeConfig, watch: Watch) -> StepScores:  # fmt: skip
+def _fields(layer: LayerState, weights, inputs: LayerInputs, before: jax.Array | None, last_query: jax.Array,
+            view: StepView, config: DecodeConfig, watch: Watch) -> StepScores:  # fmt: skip
+    """Everything of a layer's step but the scores, and what follows from them."""
+    assert inputs.index_query is not None
     active = view.new_rows[:, 0] != NO_ROW
-    bound = cosine = None
-    if PAGE_BOUND in watch.fields:
-        bound = page_bounds(layer, inputs, view, config, watch.page_size)
+    guess = bound = cosine = None
+    if LOOKAHEAD_SCORE in watch.fields:
+        guess = _lookahead(layer, weights, before, view, config)
+    if PAGE_BOUND in watch.fields:  # the new key is among those bounded
+        bound = page_bounds(append(config.cache, layer, view, inputs), inputs, view, config, watch.page_size)
     if QUERY_COSINE in watch.fields:
-        assert inputs.index_query is not None
         cosine = query_cosines(inputs.index_query[:, 0], last_query)
     return StepScores(
-        score=seen.score,
+        score=jnp.zeros((0,)),
         length=jnp.where(active, view.lengths, 0),
         active=active,
         starts=active,
         floor=jnp.full(active.shape, -jnp.inf),
-        selected=output.selection.positions[:, 0],
-        kth_score=seen.kth_score,
         lookahead_score=guess,
         page_bound=bound,
         query_cosine=cosine,

@@ -1,0 +1,159 @@
+"""What lossy rivals lose. A rule really used: under the exact rule the step is the decoder's; any other attends, and
+misses, what it says. The bench: its texts, averages and rows; its rules are all those that are called lossy."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import harness
+from bench import rivals_quality as quality
+from echo_jax import state as state_lib
+from echo_jax.checkpoints.safetensors import save_folder
+from echo_jax.decode import DecodeConfig, cache_config, decode_step
+from echo_jax.engine import resident
+from echo_jax.models import dsa
+from echo_jax.models.config import DENSE, FULL
+from echo_jax.prefill import prefill
+from echo_jax.replay import live, rivals
+from echo_jax.replay.rivals import FreeKV, InfiniGen, Paged, Resident
+from echo_jax.replay.rules import Exact
+from echo_jax.types import NO_POSITION
+from tests import scenarios
+
+MODEL = dataclasses.replace(
+    scenarios.ONE_LAYER, layer_kinds=(FULL,) * 2, mlp_kinds=(DENSE,) * 2, num_experts=0, vocab_size=256
+)
+K, STEPS = 10, 8
+CONFIG = resident(DecodeConfig(MODEL, cache_config(MODEL, seats=3, capacity=128, offload=False)))
+TOKENS = np.random.default_rng(5).integers(0, MODEL.vocab_size, (STEPS + 1, 3)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(lambda: dsa.init_params(jax.random.key(3), MODEL, scale=0.3))()
+
+
+@pytest.fixture(scope="module")
+def state(params):
+    """Two requests above K and an idle seat between them."""
+    state = state_lib.create(CONFIG.cache)
+    for seat, prompt in ((0, list(range(1, 38))), (2, [5, 9, 2] * 25)):
+        state = state_lib.admit(CONFIG.cache, state, seat, len(prompt) + STEPS + 1)
+        state, _ = prefill(params, state, prompt, seat, config=CONFIG)
+    return state
+
+
+def copied(state):
+    return jax.tree.map(jnp.copy, state)
+
+
+@pytest.fixture(scope="module")
+def decoded(params, state):
+    """bits f32[N, B], is_best, and the sets of the first layer i32[N, B, K], by the decoder itself."""
+    own, bits, best, sets = copied(state), [], [], []
+    for token, following in zip(TOKENS, TOKENS[1:], strict=False):
+        own, output = decode_step(params, own, token[:, None], config=CONFIG)
+        logs = np.asarray(jax.nn.log_softmax(output.logits[:, 0]))
+        bits.append(-logs[np.arange(3), following] / math.log(2))
+        best.append(logs.argmax(axis=1) == following)
+        sets.append(np.asarray(output.selected[0, :, 0]))
+    return np.array(bits), np.array(best), np.array(sets)
+
+
+def run(params, state, rule):
+    return jax.device_get(live.forced(params, state, TOKENS, config=CONFIG, rule=rule))
+
+
+def test_the_exact_rule_is_the_decoder(params, state, decoded):
+    found, (bits, best, _) = run(params, state, Exact()), decoded
+    # Lists of K + 1 places, one of them empty, are summed in another order than lists of K.
+    np.testing.assert_allclose(found.bits[:, [0, 2]], bits[:, [0, 2]], rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(found.is_best[:, [0, 2]], best[:, [0, 2]])
+    assert (found.missed == 0).all() and found.missed.shape == (STEPS, 2, 3)
+    assert (found.wanted[:, :, [0, 2]] == K).all() and (found.wanted[:, :, 1] == 0).all()
+    np.testing.assert_array_equal(run(params, state, Exact()).bits, found.bits)  # the state was not given up
+
+
+def test_yesterdays_set_misses_what_is_new(params, state, decoded):
+    """In the first layer the exact sets depend on tokens alone, so those of the decoder say what is missed."""
+    found, (bits, _, sets) = run(params, state, FreeKV(cosine=-2.0)), decoded
+    assert (found.missed[0] == 0).all()  # nothing to remember: the exact set
+    np.testing.assert_allclose(found.bits[0, [0, 2]], bits[0, [0, 2]], rtol=1e-4, atol=1e-4)
+    for seat, length in ((0, 37), (2, 75)):
+        for t in range(1, STEPS):
+            before, now = (set(sets[step, seat][sets[step, seat] != NO_POSITION]) for step in (t - 1, t))
+            assert found.missed[t, 0, seat] == len(now - before - {length + t})
+    assert found.missed[1:].sum() > 0 and np.abs(found.bits[1:, [0, 2]] - bits[1:, [0, 2]]).max() > 1e-3
+
+
+def test_pages_of_one_position_are_bounded_by_its_score(params, state):
+    """So nothing is missed but a position whose place the new token takes."""
+    found = run(params, state, Resident(Paged(1)))
+    assert found.missed.max() == 1 and (found.missed.sum(axis=0) < STEPS)[:, [0, 2]].any()
+    assert live.page_of(Resident(Paged(8))) == live.page_of(Paged(8)) == 8 and live.page_of(Exact()) is None
+    with pytest.raises(ValueError, match="pages of 5 positions do not divide the capacity of 128"):
+        run(params, state, Paged(5))
+
+
+def test_a_guess_is_not_made_for_the_first_layer(params, state):
+    found = run(params, state, InfiniGen())
+    assert (found.missed[:, 0] == 0).all() and found.missed[:, 1].sum() > 0
+
+
+# ---- the bench -------------------------------------------------------------------------------------------
+
+UNCORRECTED = quality.UNCORRECTED
+
+
+def test_pieces_do_not_overlap_and_rests_are_dropped(tmp_path):
+    paths = [tmp_path / name for name in ("a", "b")]
+    paths[0].write_bytes(bytes(range(100)))
+    paths[1].write_bytes(b"short")
+    found = quality.pieces(paths, 20, 10)
+    assert [(one.tokens[0], one.tokens[-1], one.judged) for one in found] == [(0, 30, 10), (31, 61, 10), (62, 92, 10)]
+    with pytest.raises(ValueError, match="no document has 131 bytes; lower the context of 120"):
+        quality.pieces(paths, 120, 10)
+
+
+def test_a_passkey_stands_in_its_prompt_and_at_its_end():
+    found = quality.passkeys(quality.DOCUMENTS, 3, 1024)
+    for text in found:
+        said = bytes(text.tokens.astype(np.uint8))
+        assert len(said) == 1024 and said[-text.judged :] in said[: -quality.LEAD - text.judged]
+    again = quality.passkeys(quality.DOCUMENTS, 3, 1024)
+    assert all(np.array_equal(one.tokens, two.tokens) for one, two in zip(found, again, strict=True))
+    assert len({bytes(one.tokens[-one.judged :].astype(np.uint8)) for one in found}) == 3
+
+
+def test_every_lossy_rival_takes_part_and_all_rows_are_written(params, tmp_path, monkeypatch, capsys):
+    """Four texts in three seats, so that a batch has idle seats: the exact bits are those of each text alone."""
+    save_folder(tmp_path / "model", params, MODEL)
+    monkeypatch.setenv("ECHO_RESULTS", str(tmp_path / "rows"))
+    sizes = ["--context", "100", "--new", str(STEPS), "--seats", "3", "--model", str(tmp_path / "model")]
+    document = tmp_path / "text"
+    document.write_bytes(quality.DOCUMENTS[1].read_bytes()[: 4 * (101 + STEPS)])
+    quality.main(["bits", *sizes, "--rules", UNCORRECTED, "--documents", str(document)])
+    rows = {row.name: row for row, _ in harness.read_rows(tmp_path / "rows")}
+    assert set(rows) == {"rivals: bits per byte, exact"} | {
+        f"rivals: {what}, {name}"
+        for what, name in (("bits per byte over exact", UNCORRECTED), ("share missed in documents", UNCORRECTED))
+    }
+    texts = quality.pieces([document], 100, STEPS)
+    assert len(texts) == 4 and 0 < rows[f"rivals: share missed in documents, {UNCORRECTED}"].value < 1
+    alone = quality.judge(params, MODEL, texts[3:], 3, 0, ["exact"])["exact"]
+    together = quality.judge(params, MODEL, texts, 3, 0, ["exact"])["exact"]
+    assert rows["rivals: bits per byte, exact"].value == pytest.approx(np.mean(together.bits), abs=1e-4)
+    assert together.bits[3] == pytest.approx(alone.bits[0], abs=1e-4) and together.missed_share == 0
+    with pytest.raises(SystemExit):
+        quality.main(["bits", *sizes, "--rules", "quset", "--documents", str(document)])
+    assert "rule 'quset' is unknown" in capsys.readouterr().err
+
+
+def test_the_rules_are_those_called_lossy():
+    known = quality.rules(CONFIG)
+    assert set(rivals.LOSSY) < set(known) and next(iter(known)) == "exact"
+    assert known[UNCORRECTED] == FreeKV(cosine=-2.0) != known["freekv"]
