@@ -1,10 +1,11 @@
 """The ECHO paper's figures beside this project's rows: measures those that need no GPU, writes the table of a page.
 
-    python -m bench.paper measure    record what a CPU can answer in bench/results/paper.jsonl; half a minute
-    python -m bench.paper write      write the table of docs/paper.md from paper.toml and the recorded rows
+    python -m bench.paper measure    record what a CPU can answer in bench/results/paper.jsonl; replays whose rows are
+                                     missing under bench/results/paper/ take 2 minutes, the rest seconds
+    python -m bench.paper write      write table and plots of docs/paper.md from paper.toml and the recorded rows
 
 It knows which row stands beside which figure (paper.toml) and how rows are found. It measures no kernel, and no number
-of a table is typed in: where there is no row, the table says so. `make figures` does both.
+of ours is typed in: where there is no row, the page says so. `make figures` does both. Plots are in paper_figures.py.
 """
 
 from __future__ import annotations
@@ -14,18 +15,43 @@ import dataclasses
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bench import harness
+from echo_jax.report.rows import Section, read
 
 FIGURES = Path(__file__).resolve().parent / "paper.toml"
 PAGE = harness.ROOT / "docs" / "paper.md"
+REPLAYS = harness.RESULTS / "paper"
+"""Replays behind the figures that a replay answers, a file for each."""
+
+CANDIDATES = {
+    "synthetic median layer": "synth:median,requests=1,steps=192,context=20480,top_k=2048",
+    "echo-tiny-manual": "echo-tiny-manual",
+}
+HIT_RATES, HIT_RATE_SLOTS = "synth:echo-fig17", 10  # slots a request, in units of k
 FILE = "paper.jsonl"
 NOT_MEASURED = "not measured"
 
-_BLOCK = re.compile(r"(<!-- figures:begin -->\n).*?(<!-- figures:end -->)", re.DOTALL)
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    """How a figure is drawn: bars, or a function of paper_figures.py by name.
+
+    A bar is (label, number) for what the paper says, (label, row) for ours, (label, row, row) for a ratio of ours.
+    """
+
+    axis: str = ""
+    bars: tuple[tuple[str | float, ...], ...] = ()
+    field: str = "value"  # of the rows: or fraction_of_limit
+    by: str = ""
+    note: str = ""
+
+    def __post_init__(self):
+        if bool(self.bars) == bool(self.by):
+            raise ValueError("a plot has either bars or the name of a function that draws it")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +66,7 @@ class Figure:
     command: str = ""
     why: str = ""
     cannot: str = ""
+    plot: Plot | None = None
 
     def __post_init__(self):
         is_rebuilt = bool(self.rows or self.ratio)
@@ -57,7 +84,9 @@ def read_figures(path: Path = FIGURES) -> list[Figure]:
     for entry in tomllib.loads(path.read_text(encoding="utf-8"))["figure"]:
         if unknown := sorted(set(entry) - known):
             raise ValueError(f"{path.name}: figure {entry.get('figure')} has the unknown field {unknown[0]!r}")
-        lists = {name: tuple(map(tuple, entry[name])) for name in ("rows", "ratio") if name in entry}
+        lists: dict[str, Any] = {name: tuple(map(tuple, entry[name])) for name in ("rows", "ratio") if name in entry}
+        if plot := entry.get("plot"):
+            lists["plot"] = Plot(**plot | {"bars": tuple(map(tuple, plot.get("bars", ())))})
         figures.append(Figure(**entry | lists))
     return figures
 
@@ -87,11 +116,12 @@ def table(figures: list[Figure], rows: Mapping[str, harness.Row]) -> str:
     return "\n".join(lines)
 
 
-def rewrite(text: str, body: str) -> str:
-    """The text with the table between its markers replaced; ValueError where there are none."""
-    renewed, count = _BLOCK.subn(lambda match: f"{match[1]}\n{body}\n\n{match[2]}", text)
+def rewrite(text: str, block: str, body: str) -> str:
+    """The text with what stands between the markers of a block replaced; ValueError where there are none."""
+    pattern = re.compile(rf"(<!-- {block}:begin -->\n).*?(<!-- {block}:end -->)", re.DOTALL)
+    renewed, count = pattern.subn(lambda match: f"{match[1]}\n{body}\n\n{match[2]}", text)
     if count != 1:
-        raise ValueError(f"{count} pairs of <!-- figures:begin --> and <!-- figures:end -->, but there must be one")
+        raise ValueError(f"{count} pairs of <!-- {block}:begin --> and <!-- {block}:end -->, but there must be one")
     return renewed
 
 
@@ -179,6 +209,9 @@ def _token_bytes(record: Callable[..., None]) -> None:
     record("device bytes of a token, resident", sum(bill.values()) / tokens, "B", shapes=shapes, method=method)
     offloaded = config.bytes_per_position()
     record("device bytes of a token, offloaded, its slots apart", offloaded, "B", shapes=shapes, method=method)
+    twice = dataclasses.replace(config, device_slots=2 * tokens).device_bytes()
+    slot = (sum(twice.values()) - sum(config.device_bytes().values())) / tokens
+    record("device bytes of a slot in every layer", slot, "B", shapes=shapes, method=method.replace("tokens", "slots"))
 
 
 def _metadata(record: Callable[..., None]) -> None:
@@ -194,68 +227,98 @@ def _metadata(record: Callable[..., None]) -> None:
     record(f"metadata of a layer, N_H {host_rows:,}, N_G {slots:,}", size, "B", shapes=shapes, method="sum of leaves")
 
 
-def _candidates(record: Callable[..., None]) -> None:
-    """Figures 7 and 8: positions above EMA 0.5's prediction, over k."""
-    import numpy as np
-
-    from echo_jax.replay.job import BF16
-    from echo_jax.replay.run import run_layer
-    from echo_jax.replay.settings import Setting, plan
+def _replay(question: str, traces: Iterable[str], slots: int, *, series: bool = False) -> None:
+    """Appends what is missing of a question's rows: EMA 0.5, LRU, that many slots a request in units of k. With the
+    numbers of every step, the first quarter is left out."""
+    from echo_jax.replay.job import Job
+    from echo_jax.replay.rows import RowFile
+    from echo_jax.replay.settings import Setting
     from echo_jax.traces import open_trace
 
-    synthetic = "synth:median,requests=1,steps=192,context=20480,top_k=2048"
-    for label, name in (("synthetic median layer", synthetic), ("echo-tiny-manual", "echo-tiny-manual")):
+    REPLAYS.mkdir(parents=True, exist_ok=True)
+    rows = RowFile(REPLAYS / f"{question}.jsonl")
+    for name in traces:
         trace = open_trace(name)
-        info, skip = trace.info, trace.info.steps // 4
-        made = plan(info, "full", [Setting(4 * info.top_k)], BF16)
-        full = [layer for layer, kind in enumerate(info.layer_kinds) if kind == "full"]
-        each = [run_layer(made, trace.layer(layer), info.steps).each.candidates[skip:, 0] for layer in full]
-        shares = (np.concatenate(each) / info.top_k).tolist()
+        some = [Setting(slots * trace.info.top_k)]
+        skip = trace.info.steps // 4 if series else 0
+        Job(trace, name, {"full": some, "shared": some}, series=series, skip=skip).run(rows)
+
+
+def _section(question: str, trace: str) -> Section:
+    """The recorded rows of a trace; of several under one name, the ones recorded last."""
+    some = [section for section in read([REPLAYS / f"{question}.jsonl"]) if section.name == trace]
+    if not some:
+        raise ValueError(f"no row of {trace} in {REPLAYS / question}.jsonl; run `python -m bench.paper measure`")
+    return some[-1]
+
+
+def candidates() -> dict[str, list[list[float]]]:
+    """Figures 7 and 8: of each trace, for each layer, positions above EMA 0.5's prediction over k, step by step, the
+    first quarter left out."""
+    found = {}
+    for label, trace in CANDIDATES.items():
+        section = _section("candidates", trace)
+        skip, top_k = section.head["skip"], section.head["top_k"]
+        (line,) = section.lines
+        found[label] = [[count / top_k for count in row["candidates"][skip:]] for row in line.series.values()]
+    return found
+
+
+def hit_rates() -> dict[int, float]:
+    """Figure 17: of each layer."""
+    (line,) = _section("hit-rates", HIT_RATES).lines
+    return {row["key"]["layer"]: row["hit_rate"] for row in line.rows}
+
+
+def _candidates(record: Callable[..., None]) -> None:
+    _replay("candidates", CANDIDATES.values(), 4, series=True)
+    for label, layers in candidates().items():
+        shares = [share for layer in layers for share in layer]
         record(
             f"candidates over k under EMA 0.5, {label}",
             harness.summarise(shares),
             "ratio",
-            shapes={"trace": name, "layers": len(full), "skipped_steps": skip},
+            shapes={"trace": CANDIDATES[label], "layers": len(layers), "steps": len(layers[0])},
             method="positions above the prediction over k: median, p10 and p90 over steps and layers",
         )
 
 
 def _hit_rates(record: Callable[..., None]) -> None:
-    """Figure 17, in the layers that it singles out and five others."""
-    from echo_jax.replay.job import replay
-    from echo_jax.replay.settings import Setting
-    from echo_jax.traces import open_trace
-
-    name, others = "synth:echo-fig17", range(5)
-    trace = open_trace(name)
-    slots = 10 * trace.info.top_k
-    rows = replay(trace, name, [Setting(slots)], layers=[12, 17, *others])
-    rates = {row["key"]["layer"]: row["hit_rate"] for row in rows}
+    """In the layers that the figure singles out, and the others."""
+    _replay("hit-rates", [HIT_RATES], HIT_RATE_SLOTS)
+    rates = hit_rates()
     fields: dict[str, Any] = {
-        "shapes": {"trace": name, "slots_per_request": slots, "steps": trace.info.steps},
+        "shapes": {"trace": HIT_RATES, "slots_per_request": f"{HIT_RATE_SLOTS} k", "layers": len(rates)},
         "method": "selected rows that were resident, over all selected; LRU, from a cold pool on",
     }
     for layer in (12, 17):
         record(f"hit rate at 10 k slots, echo-fig17, layer {layer}", rates[layer], "share", **fields)
-    lowest = min(rates[layer] for layer in others)
-    record("hit rate at 10 k slots, echo-fig17, lowest of layers 0-4", lowest, "share", **fields)
+    lowest = min(rate for layer, rate in rates.items() if layer not in (12, 17))
+    record("hit rate at 10 k slots, echo-fig17, lowest of the other layers", lowest, "share", **fields)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.paper", description=(__doc__ or "").partition("\n")[0])
+    from bench import paper_figures
+
     parser.add_argument("do", choices=("measure", "write"))
     if parser.parse_args(arguments).do == "measure":
         measure()
         return 0
     try:
-        body = table(read_figures(), latest(harness.read_rows()))
+        figures, rows = read_figures(), latest(harness.read_rows())
         text = PAGE.read_text(encoding="utf-8")
-        renewed = rewrite(text, body)
+        plots, files = paper_figures.plots(figures, rows)
+        renewed = rewrite(rewrite(text, "figures", table(figures, rows)), "plots", plots)
     except (ValueError, OSError) as error:
         print(f"paper: {error}", file=sys.stderr)
         return 2
+    folder = PAGE.parent / paper_figures.FOLDER
+    folder.mkdir(exist_ok=True)
+    for name, chart in files.items():
+        (folder / name).write_text(chart, encoding="utf-8")
     PAGE.write_text(renewed, encoding="utf-8")
-    print(f"{PAGE.name}: {'already up to date' if renewed == text else 'table written'}")
+    print(f"{PAGE.name}: {'already up to date' if renewed == text else 'table and plots written'}")
     return 0
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import claims, harness, paper
-from bench.paper import Figure
+from bench import claims, harness, paper, paper_figures
+from bench.paper import Figure, Plot
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW = {"unit": "us", "date": "2026-01-02", "machine": "a processor, 2 cores, 8 GiB", "versions": {}}
@@ -65,6 +65,8 @@ def test_the_list_names_claims_and_modules_that_exist():
     sources = "".join(path.read_text() for path in sorted((ROOT / "bench").glob("*.py")))
     for figure in paper.read_figures():
         keys = [key for _, key in figure.rows] + [key for _, *both in figure.ratio for key in both]
+        bars = figure.plot.bars if figure.plot else ()
+        keys += [key for _, *some in bars for key in some if isinstance(key, str)]
         for key in keys:
             if re.fullmatch(r"[A-G]\.\w+", key):
                 assert key in known
@@ -101,6 +103,40 @@ def test_the_page_is_the_generators_but_for_our_numbers(tmp_path, monkeypatch, c
     paper.PAGE.write_text("no markers", encoding="utf-8")
     assert paper.main(["write"]) == 2
     assert "0 pairs of <!-- figures:begin -->" in capsys.readouterr().err
+
+
+def test_bars_by_hand():
+    plot = Plot("us", bars=(("theirs", 8.0), ("ours", "a"), ("both", "a", "b"), ("nobody's", "c"), ("half", "b", "c")))
+    found = rows(ROW | {"name": "a", "value": 6.0}, ROW | {"name": "b", "value": 4.0})
+    drawn = paper_figures.bars("t", plot, found)
+    assert drawn.missing == ("nobody's", "half") and drawn.chart is not None
+    assert re.findall(r"<title>([^<]*) (here|ECHO's paper)</title>", drawn.chart) == [
+        ("theirs: 8: 0", "here"), ("theirs: 8: 8", "ECHO's paper"),
+        ("ours: 6: 6", "here"), ("ours: 6: 0", "ECHO's paper"),
+        ("both: 1.5: 1.5", "here"), ("both: 1.5: 0", "ECHO's paper"),
+    ]  # fmt: skip
+    assert paper_figures.bars("t", plot, {}) == paper_figures.Drawn(None, ("ours", "both", "nobody's", "half"))
+    with pytest.raises(ValueError, match="either bars or the name"):
+        Plot()
+
+
+def test_a_gain_is_read_from_the_row_that_measured_it():
+    grid = GPU | {"shapes": {"seats": 16, "length": 131_072, "hit": 0.9}, "value": 97.5}
+    notes = "fp8 records: indexer alone 84.8 us, then to slots 7.0 us; ratio 1.587 (to staging 1.701), limit 1.971"
+    name = "scores with prefetch, 16 x 131072, fp8 records, hit rate 0.9"
+    drawn = paper_figures.gains("t", rows(grid | {"name": name, "notes": notes}))
+    assert drawn.missing == ("bf16 records",) and drawn.chart is not None
+    assert "H200, fp8 records: 0.9, 1.587" in drawn.chart and "ECHO&apos;s best" not in drawn.chart
+    assert "ECHO's best, H20: 0.9, 1.51" in drawn.chart
+
+
+def test_every_plot_is_drawn_or_says_what_is_missing():
+    text = paper.PAGE.read_text(encoding="utf-8")
+    made, files = paper_figures.plots(paper.read_figures(), paper.latest(harness.read_rows()))
+    assert all(f"({paper_figures.FOLDER}/{name})" in made for name in files) and len(files) >= 8
+    on_disk = {path.name for path in (paper.PAGE.parent / paper_figures.FOLDER).glob("paper-*.svg")}
+    assert on_disk == set(re.findall(r"figures/(paper-[^)]*)\)", text)), "remedy: make figures"
+    assert made.count("### Figure ") == made.count("```sh") == made.count("python -m bench.paper write")
 
 
 def test_decisions_name_all_three_and_a_reason():
