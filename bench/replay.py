@@ -4,16 +4,21 @@
     python -m bench.replay shipped      a trace of this package from a cold start, a process of its own: seconds
     python -m bench.replay h20          the h20 cost model against the paper's gains of prefetch
     python -m bench.replay lossy        share of the exact set that each lossy rival misses
+    python -m bench.replay cost         the h200 cost model against the recorded rows of `python -m bench.prefetch`
 
 It knows which traces and settings answer which claim. It does not know how a replay works.
 """
 
+import re
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from bench import harness
+from echo_jax.formats import RecordFormat
 from echo_jax.replay import cost, rivals
 from echo_jax.replay.job import replay
 from echo_jax.replay.settings import Setting
@@ -124,9 +129,7 @@ def lossy(names: tuple[str, ...]) -> None:
     for name in names:
         trace = open_trace(name)
         slots = 4 * trace.info.top_k
-        chosen = [
-            rivals.RIVALS[rival](trace.info, slots, "full") for rival in ("freekv", "infinigen", "arkvale", "quest")
-        ]
+        chosen = [rivals.RIVALS[rival](trace.info, slots, "full") for rival in rivals.LOSSY]
         for row in replay(trace, name, chosen, skip=trace.info.steps // 4):
             key = row["key"]
             label = f"{key['rule']} ({key['form']}) on {key['archetype']}"
@@ -148,5 +151,80 @@ def lossy(names: tuple[str, ...]) -> None:
     print(notes.replace("; ", "\n"))
 
 
+# ---- the cost model against measured rows ----------------------------------------------------------------
+
+GRID = re.compile(r"scores with prefetch, \d+ x \d+, (\w+) records, hit rate [\d.]+")
+"""Names of the rows of bench/prefetch.py that a prediction is held against: each measured a fused call, whose time is
+its value, and says in its notes what the parts took alone and in turn."""
+
+PARTS = {"indexer": "indexer alone", "recall": "recall alone", "in turn": "in turn"}
+_TIME = re.compile(r"(" + "|".join(PARTS.values()) + r") ([\d.]+) us")
+
+
+class Compared(NamedTuple):
+    """One measured time beside its prediction; us."""
+
+    what: str  # "fused", or a name of PARTS
+    where: str  # the row's name
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative; positive where the model is too slow."""
+        return self.predicted / self.measured - 1
+
+
+def compared(model: cost.CostModel, rows: Iterable[harness.Row]) -> Iterator[Compared]:
+    """Every time in the rows of GRID. A fused call takes as long as the longer of scoring and streaming; everything
+    that misses is staged, so no recall is left. With everything resident only the indexer is."""
+    for row in rows:
+        if not (match := GRID.fullmatch(row.name)):
+            continue
+        size = RecordFormat(match[1], 512, 64).bytes_per_row
+        seats, length, misses = (int(row.shapes[name]) for name in ("seats", "length", "misses"))
+        indexer = float(model.indexer_us(seats * length))
+        recall = float(model.copy_us(seats * misses, size))
+        late = max(0.0, float(model.stream_us(seats * misses, size)) - indexer)
+        predicted = {"indexer": indexer, "recall": recall, "in turn": indexer + recall}
+        yield Compared("fused", row.name, row.value, indexer + late)
+        said = dict(_TIME.findall(row.notes))
+        for what, name in PARTS.items():
+            if name in said:  # "in turn nan us" is none: not measured at that shape
+                yield Compared(what, row.name, float(said[name]), predicted[what])
+
+
+def cost_error() -> None:
+    """G.cost_model_error: the fused calls; the parts alone and in turn are rows of their own."""
+    from bench.paper import latest
+
+    model = cost.load("h200")
+    found = list(compared(model, latest(harness.read_rows()).values()))
+    if not found:
+        sys.exit("no row of the grid is recorded; run `python -m bench.prefetch bench` on a GPU first")
+    for what in ("fused", *PARTS):
+        some = [one for one in found if one.what == what]
+        if not some:
+            continue
+        worst = max(some, key=lambda one: abs(one.error))
+        error = harness.summarise([abs(one.error) for one in some])
+        harness.record(
+            "G.cost_model_error" if what == "fused" else None,
+            name=f"cost model against the grid: {what}",
+            value=error,
+            file=FILE,
+            unit="ratio",
+            shapes={"rows": len(some)},
+            method="|predicted / measured - 1| of the h200 file; median, p10, p90 over shapes, hit rates and formats",
+            command="python -m bench.replay cost",
+            notes=f"worst {worst.error:+.3f}: {worst.where}, measured {worst.measured:.1f} us, predicted "
+            f"{worst.predicted:.1f} us; mean of the signed errors {statistics.mean(one.error for one in some):+.3f}",
+        )
+        print(f"{what}: median error {error.median:.3f}, worst {worst.error:+.3f} ({worst.where})")
+        for one in some:
+            print(f"    {one.where}: measured {one.measured:.1f}, predicted {one.predicted:.1f}, {one.error:+.1%}")
+
+
 if __name__ == "__main__":
-    {"speed": speed, "shipped": shipped, "h20": h20, "lossy": lambda: lossy(tuple(sys.argv[2:]))}[sys.argv[1]]()
+    parts = {"speed": speed, "shipped": shipped, "h20": h20, "lossy": lambda: lossy(tuple(sys.argv[2:]))}
+    (parts | {"cost": cost_error})[sys.argv[1]]()

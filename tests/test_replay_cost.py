@@ -2,11 +2,14 @@
 
 import functools
 import json
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench import harness
+from bench import replay as bench_replay
 from echo_jax import eviction
 from echo_jax.replay import cost, summary
 from echo_jax.replay.cost import CostModel, Exposed
@@ -150,3 +153,38 @@ def test_a_pool_too_small_for_the_batch_is_refused_with_the_numbers():
         plan(INFO, "full", [Setting(5)], RECORDS)
     with pytest.raises(ValueError, match=r"holds 5 rows but B\*T\*\(K\+1\) = 1\*1\*\(5\+1\) needs 6"):
         plan(INFO, "full", [Setting(5, pool="split")], RECORDS)
+
+
+# ---- against recorded rows -------------------------------------------------------------------------------
+
+
+def test_predictions_of_a_grid_by_hand():
+    """2 seats of 500 positions take 20 us to score; of 4 missing rows each, 656 bytes, a copy takes 5 + 8 * 7.06."""
+    name = "scores with prefetch, 2 x 500, fp8 records, hit rate 0.9"
+    shapes = {"seats": 2, "length": 500, "records": "fp8", "hit": 0.9, "misses": 4}
+    row = harness.Row(50.0, "us", "2026-01-02", "a machine", {}, name=name, shapes=shapes, notes=said(in_turn=80.0))
+    other = harness.Row(1.0, "us", "2026-01-02", "a machine", {}, name="scores, then prefetch by running sums")
+    found = {one.what: one for one in bench_replay.compared(ROUND, [other, row])}
+    assert {what: one.measured for what, one in found.items()} == {
+        "fused": 50.0, "indexer": 20.0, "recall": 64.0, "in turn": 80.0
+    }  # fmt: skip
+    predicted = {what: one.predicted for what, one in found.items()}
+    assert predicted == pytest.approx({"fused": 56.48, "indexer": 20.0, "recall": 61.48, "in turn": 81.48})
+    assert found["fused"].error == pytest.approx(56.48 / 50 - 1)
+    unmeasured = harness.Row(50.0, "us", "2026-01-02", "m", {}, name=name, shapes=shapes, notes=said(in_turn=math.nan))
+    assert [one.what for one in bench_replay.compared(ROUND, [unmeasured])] == ["fused", "indexer", "recall"]
+
+
+def said(in_turn: float) -> str:
+    """The notes of a row of bench/prefetch.py."""
+    return (
+        f"fp8 records: indexer alone 20.0 us, recall alone 64.0 us, in turn {in_turn:.1f} us, fused 50.0 us, then to "
+        "slots 3.0 us; ratio 1.510 (to staging 1.600), limit 1.312, gain 1.634"
+    )
+
+
+def test_recorded_grids_say_what_a_prediction_is_held_against():
+    rows = [row for row, _ in harness.read_rows() if bench_replay.GRID.fullmatch(row.name)]
+    for row in rows:
+        found = {one.what for one in bench_replay.compared(cost.load("h200"), [row])}
+        assert {"fused", "indexer", "recall"} <= found, row.name
