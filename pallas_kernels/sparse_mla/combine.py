@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
-THREADS = 4  # warpgroups of a block, each with heads of its own
+MULTIPROCESSORS = 132
 
 
 def combine(out: jax.Array, lse: jax.Array, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
@@ -30,9 +30,12 @@ def combine(out: jax.Array, lse: jax.Array, interpret: Any = None) -> tuple[jax.
 def _kernel(shape: tuple[int, int, int, int], interpret: Any) -> Any:
     rows, splits, heads, width = shape
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=4)
+    # Warpgroups of a block, each with a head: one where blocks of four would leave multiprocessors without any. At B 1
+    # all parts are 8.4 MB, which 32 multiprocessors read in 2.3 us and 128 in 0.6.
+    together = 4 if rows * heads // 4 >= MULTIPROCESSORS else 1
 
     def combine_parts(out, lse, combined, combined_lse):
-        row, head = lax.axis_index("row"), lax.axis_index("group") * THREADS + lax.axis_index("head")
+        row, head = lax.axis_index("row"), lax.axis_index("group") * together + lax.axis_index("head")
         parts = [lse[row, split, head] for split in range(splits)]
         peak = functools.reduce(jnp.maximum, parts)
         base = jnp.where(peak == -jnp.inf, 0.0, peak)
@@ -51,9 +54,9 @@ def _kernel(shape: tuple[int, int, int, int], interpret: Any) -> Any:
             jax.ShapeDtypeStruct((rows, heads, width), jnp.float32),
             jax.ShapeDtypeStruct((rows, heads), jnp.float32),
         ),
-        grid=(rows, heads // THREADS),
+        grid=(rows, heads // together),
         grid_names=("row", "group"),
-        num_threads=THREADS,
+        num_threads=together,
         thread_name="head",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(

@@ -16,7 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -31,8 +34,9 @@ ROPE = 528  # where the rope values of an FP8 record begin
 BLOCKS = WIDTH // 64  # columns of a tile's 8 x 64 blocks
 BAND = BLOCKS * 1024  # bytes from 8 rows to the next 8
 ONE_A_ROW = plgpu.Layout.WGMMA.reduce(1)  # thread 32 w + 4 q + t has rows 16 w + q and 16 w + q + 8
+ONE_A_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
-# Operands: the pool, the tiles, the stage to fill, the slots of this thread's two rows.
+# Operands: the pool, the tiles, the stage to fill, the slots of this thread's two rows, or of its one.
 # t: which quarter of its rows the thread carries. to: where its first row begins in the tile; the second is a band on.
 # half: 16 bytes of 64, the upper 64 for odd rows. Eight threads, a store's share of a cycle, thus reach all banks.
 _PLACE = f"""
@@ -42,14 +46,20 @@ _PLACE = f"""
   and.b32 half, q, 1;  shl.b32 half, half, 2;  add.u32 half, half, t;
   cvta.to.global.u64 pool, $0;
 """
+# Where two warpgroups gather, the first (threads 256 on) has the first of a thread's two rows, the other the second.
+_SECOND = ".reg .b32 second;  mov.u32 second, %tid.x;  shr.u32 second, second, 7;  and.b32 second, second, 1;\n"
 
 
-def _rows(bytes_per_row: int) -> str:
-    """Where this thread's rows begin in the pool. A row that is not listed has an address of the pool all the same."""
-    return "".join(
+def _rows(bytes_per_row: int, gatherers: int) -> str:
+    """Where this thread's rows begin in the pool, and in the tile where it has but one of them.
+
+    A row that is not listed has an address of the pool all the same.
+    """
+    text = f"{_SECOND} mad.lo.u32 to, second, {BAND}, to;\n" if gatherers == 2 else ""
+    return text + "".join(
         f"setp.ge.s32 listed{row}, ${3 + row}, 0;  max.s32 slot{row}, ${3 + row}, 0;\n"
         f"mad.wide.u32 from{row}, slot{row}, {bytes_per_row}, pool;\n"
-        for row in range(2)
+        for row in range(2 // gatherers)
     )
 
 
@@ -62,10 +72,10 @@ def _two_pieces() -> str:
     """
 
 
-def copy_bf16() -> str:
+def copy_bf16(gatherers: int = 1) -> str:
     """Starts the copies of 64 rows; `finish` waits for them."""
-    text = [_PLACE, _rows(BF16_BYTES), _two_pieces(), ".reg .b32 size;  .reg .b64 address;"]
-    for row in range(2):
+    text = [_PLACE, _rows(BF16_BYTES, gatherers), _two_pieces(), ".reg .b32 size;  .reg .b64 address;"]
+    for row in range(2 // gatherers):
         text.append(f"selp.b32 size, 16, 0, listed{row};")  # of 0 bytes nothing is read, and zeros are written
         for piece in range(2):
             text.append(f"add.u64 address, from{row}, in{piece};")
@@ -77,35 +87,59 @@ def copy_bf16() -> str:
     return "{" + "\n".join([*text, "cp.async.commit_group;"]) + "}"
 
 
-def convert_fp8() -> str:
+def convert_fp8(gatherers: int = 1) -> str:
     """Loads 64 rows, scales and stores them as bf16.
 
-    Two half rows are in registers at a time, so that the loads of one run while the other is converted: the L2 has
-    been asked for them long before (`ask_for`), and more would not fit beside the sums of the math warpgroups.
+    By one warpgroup, two half rows are in registers at a time, so that the loads of one run while the other is
+    converted. By two, a thread has half the registers and half the work: 64 codes are in flight, and each block's place
+    is loaded again as soon as the block is stored. The L2 has been asked for the rows long before (`ask_for`).
     """
-    text = [_PLACE, _rows(FP8_BYTES)]
-    text.append(".reg .b32 c<32>, rope<8>, even, odd, place;  .reg .f32 scale<8>, f<4>;  .reg .b64 sixteen, address;")
+    text = [_PLACE, _rows(FP8_BYTES, gatherers)]
+    codes = 32 // gatherers
+    text.append(f".reg .b32 c<{codes}>, even, odd, place;  .reg .f32 scale<8>, f<4>;  .reg .b64 sixteen, address;")
     text.append(".reg .b16 lo, hi, h<4>;  .reg .b32 pair<2>, d<4>;")
     # The thread's 16 codes of a block's 64 become pieces 2 t and 2 t + 1 of its 128 bytes.
     text.append("shl.b32 place, t, 4;  cvt.u64.u32 sixteen, place;")
     text.append("shl.b32 even, t, 1;  xor.b32 even, even, q;  shl.b32 even, even, 4;")
     text.append("xor.b32 odd, even, 16;  add.u32 even, even, to;  add.u32 odd, odd, to;")
+    text += _one_row() if gatherers == 2 else _two_rows()
+    return "{" + "\n".join(text) + "}"
+
+
+def _two_rows() -> list[str]:
+    text = [".reg .b32 rope<8>;"]
     text += _load_scales(0) + _load_half(0, 0, 0) + _load_half(0, 1, 1)
     text += _store_half(0, 0, 0) + _load_scales(1) + _load_half(1, 0, 0)
     text += _store_half(0, 1, 1) + _load_half(1, 1, 1)
     text += _store_half(1, 0, 0) + [_two_pieces()] + _load_rope(0)
-    text += _store_half(1, 1, 1) + _store_rope(0) + _load_rope(1) + _store_rope(1)
-    return "{" + "\n".join(text) + "}"
+    return text + _store_half(1, 1, 1) + _store_rope(0) + _load_rope(1) + _store_rope(1)
 
 
-def ask_fp8() -> str:
-    """Asks the L2 for 64 rows: six lines of 128 bytes each, one or two a thread. Operands: the pool, the two slots."""
+def _one_row() -> list[str]:
+    """Four blocks of codes are in flight; the rope values follow them through the same registers."""
+    text = [*_load_scales(0), "add.u64 address, from0, sixteen;"]
+    for block in range(4):
+        text += _load_block(0, block, block)
+    for block in range(BLOCKS - 1):
+        text += _store_block(0, block, block % 4)
+        if block < 4:
+            text += _load_block(0, block + 4, block)
+        elif block < 6:
+            text += [_two_pieces()] if block == 4 else []
+            text += _load_rope_piece(0, block - 4, [f"c{4 * (block - 4) + i}" for i in range(4)])
+    for piece in range(2):
+        text.append(_store_rope_piece(0, piece, [f"c{4 * piece + i}" for i in range(4)]))
+    return text
+
+
+def ask_fp8(gatherers: int = 1) -> str:
+    """Asks the L2 for 64 rows: six lines of 128 bytes each, one or two a thread. Operands: the pool, the slots."""
     text = ".reg .pred wanted;  .reg .b32 t, slot;  .reg .b64 pool, row, ahead;  cvta.to.global.u64 pool, $0;\n"
     text += "mov.u32 t, %tid.x;  and.b32 t, t, 3;  shl.b32 slot, t, 7;  cvt.u64.u32 ahead, slot;\n"
     text += "add.u64 pool, pool, ahead;\n"
-    for row in range(2):
-        text += f"max.s32 slot, ${1 + row}, 0;  mad.wide.u32 row, slot, {FP8_BYTES}, pool;\n"
-        text += f"setp.ge.s32 wanted, ${1 + row}, 0;  @wanted prefetch.global.L2 [row];\n"
+    for listed in ("$1", "$2")[: 2 // gatherers]:
+        text += f"max.s32 slot, {listed}, 0;  mad.wide.u32 row, slot, {FP8_BYTES}, pool;\n"
+        text += f"setp.ge.s32 wanted, {listed}, 0;  @wanted prefetch.global.L2 [row];\n"
         text += "setp.lt.and.u32 wanted, t, 2, wanted;  @wanted prefetch.global.L2 [row + 512];\n"
     return "{" + text + "}"
 
@@ -121,84 +155,121 @@ def _load_scales(row: int) -> list[str]:
 
 
 def _load_half(row: int, half: int, place: int) -> list[str]:
-    """16 codes of each of four blocks, into the registers of one of three places."""
+    """16 codes of each of four blocks, into the registers of one of two places."""
     text = [f"add.u64 address, from{row}, sixteen;"]
     for index in range(4):
-        names = [f"c{16 * place + 4 * index + i}" for i in range(4)]
-        text += _load(row, names, f"[address + {64 * (4 * half + index)}]")
+        text += _load_block(row, 4 * half + index, 4 * place + index)
     return text
+
+
+def _load_block(row: int, block: int, place: int) -> list[str]:
+    """16 codes of a block of 64, from `address`."""
+    return _load(row, [f"c{4 * place + i}" for i in range(4)], f"[address + {64 * block}]")
 
 
 def _load_rope(row: int) -> list[str]:
     text = []
     for piece in range(2):
-        names = [f"rope{4 * piece + i}" for i in range(4)]
-        text += [f"add.u64 address, from{row}, in{piece};", *_load(row, names, f"[address + {ROPE}]")]
+        text += _load_rope_piece(row, piece, [f"rope{4 * piece + i}" for i in range(4)])
     return text
+
+
+def _load_rope_piece(row: int, piece: int, names: list[str]) -> list[str]:
+    return [f"add.u64 address, from{row}, in{piece};", *_load(row, names, f"[address + {ROPE}]")]
 
 
 def _store_rope(row: int) -> list[str]:
-    text = []
-    for piece in range(2):
-        words = ", ".join(f"rope{4 * piece + i}" for i in range(4))
-        text.append(f"st.shared.v4.b32 [at{piece} + {BAND * row + 1024 * (BLOCKS - 1)}], {{{words}}};")
-    return text
+    return [_store_rope_piece(row, piece, [f"rope{4 * piece + i}" for i in range(4)]) for piece in range(2)]
+
+
+def _store_rope_piece(row: int, piece: int, names: list[str]) -> str:
+    return f"st.shared.v4.b32 [at{piece} + {BAND * row + 1024 * (BLOCKS - 1)}], {{{', '.join(names)}}};"
 
 
 def _store_half(row: int, half: int, place: int) -> list[str]:
     text = []
     for index in range(4):
-        block = 4 * half + index
-        for word in range(4):
-            text.append(f"mov.b32 {{lo, hi}}, c{16 * place + 4 * index + word};")
-            text.append("cvt.rn.f16x2.e4m3x2 pair0, lo;  cvt.rn.f16x2.e4m3x2 pair1, hi;")
-            text.append("mov.b32 {h0, h1}, pair0;  mov.b32 {h2, h3}, pair1;")
-            text += [f"cvt.f32.f16 f{i}, h{i};  mul.rn.f32 f{i}, f{i}, scale{4 * row + block // 2};" for i in range(4)]
-            text += [f"cvt.rn.bf16x2.f32 d{2 * (word % 2) + i}, f{2 * i + 1}, f{2 * i};" for i in range(2)]
-            if word % 2:
-                to = ("even", "odd")[word // 2]
-                text.append(f"st.shared.v4.b32 [{to} + {BAND * row + 1024 * block}], {{d0, d1, d2, d3}};")
+        text += _store_block(row, 4 * half + index, 4 * place + index)
     return text
 
 
-def slots_of_tile(slots: Any, row: Any, first: Any) -> Any:
-    """i32[64], as `start_tile` wants them: to be read before the stage is waited for, as it takes a while."""
-    return plgpu.load(slots.at[row, pl.ds(first, TILE)], layout=ONE_A_ROW, optimized=False)
+def _store_block(row: int, block: int, place: int) -> list[str]:
+    text = []
+    for word in range(4):
+        text.append(f"mov.b32 {{lo, hi}}, c{4 * place + word};")
+        text.append("cvt.rn.f16x2.e4m3x2 pair0, lo;  cvt.rn.f16x2.e4m3x2 pair1, hi;")
+        text.append("mov.b32 {h0, h1}, pair0;  mov.b32 {h2, h3}, pair1;")
+        text += [f"cvt.f32.f16 f{i}, h{i};  mul.rn.f32 f{i}, f{i}, scale{4 * row + block // 2};" for i in range(4)]
+        text += [f"cvt.rn.bf16x2.f32 d{2 * (word % 2) + i}, f{2 * i + 1}, f{2 * i};" for i in range(2)]
+        if word % 2:
+            to = ("even", "odd")[word // 2]
+            text.append(f"st.shared.v4.b32 [{to} + {BAND * row + 1024 * block}], {{d0, d1, d2, d3}};")
+    return text
 
 
-def ask_for(records: Any, listed: Any, is_interpreted: bool) -> None:
+def slots_of_tile(slots: Any, row: Any, first: Any, gatherers: int, is_interpreted: bool) -> Any:
+    """i32[64], as `start_tile` wants them: to be read before the stage is waited for, as it takes a while.
+
+    Of two gathering warpgroups, each keeps its own: i32[128], one a thread.
+    """
+    listed = plgpu.load(slots.at[row, pl.ds(first, TILE)], layout=ONE_A_ROW, optimized=False)
+    if gatherers == 1 or is_interpreted:
+        return listed
+
+    def emit(context, listed):
+        del context
+        i32 = ir.IntegerType.get_signless(32)
+        text = "{" + _SECOND + ".reg .pred p;  setp.eq.u32 p, second, 1;  selp.b32 $0, $2, $1, p;}"
+        own = utils.inline_ptx(text, *_words(listed), result_types=i32)
+        registers = np.array([utils.bitcast(own, ir.VectorType.get((1,), i32))], object)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=mgpu.WGStridedFragLayout((128,), vec_size=1), _is_signed=True
+        )
+
+    own = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=ONE_A_THREAD)
+    return plgpu.inline_mgpu(arg_types=(ONE_A_ROW,), return_type=own)(emit)(listed)
+
+
+def _words(listed: Any) -> list[Any]:
+    """The slots that this thread holds."""
+    return [utils.bitcast(register, ir.IntegerType.get_signless(32)) for register in listed.registers.flat]
+
+
+def ask_for(records: Any, listed: Any, gatherers: int, is_interpreted: bool) -> None:
     """Tells the L2 that the records of a tile's slots are wanted soon. bf16 copies have a whole tile's time anyway."""
     if is_interpreted or records.dtype != jnp.uint32:
         return
 
     def emit(context, records, listed):
         del context
-        rows = [utils.bitcast(register, ir.IntegerType.get_signless(32)) for register in listed.registers.flat]
-        utils.inline_ptx(ask_fp8(), utils.memref_ptr(records), *rows, has_side_effects=True)
+        utils.inline_ptx(ask_fp8(gatherers), utils.memref_ptr(records), *_words(listed), has_side_effects=True)
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ONE_A_ROW))(emit)(records, listed)
+    layout = ONE_A_ROW if gatherers == 1 else ONE_A_THREAD
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))(emit)(records, listed)
 
 
-def start_tile(records: Any, tiles: Any, stage: Any, listed: Any, is_interpreted: bool) -> None:
+def start_tile(
+    records: Any, tiles: Any, stage: Any, listed: Any, gatherer: Any, gatherers: int, is_interpreted: bool
+) -> None:
     """Begins to fill `tiles[stage]` with the records of the slots `listed`.
 
-    records   the pool in device memory
-    tiles     bf16[stages, 64, 576] in shared memory, a `wgmma_operand`
-    listed    i32[64] of `slots_of_tile`
+    records     the pool in device memory
+    tiles       bf16[stages, 64, 576] in shared memory, a `wgmma_operand`
+    listed      of `slots_of_tile`
+    gatherer    which of `gatherers` warpgroups, 1 or 2, this is: of two, each brings every second group of 8 rows
     """
     if is_interpreted:
-        _interpreted_tile(records, tiles, stage, listed)
+        _interpreted_tile(records, tiles, stage, listed, gatherer, gatherers)
         return
-    text = convert_fp8() if records.dtype == jnp.uint32 else copy_bf16()
+    text = convert_fp8(gatherers) if records.dtype == jnp.uint32 else copy_bf16(gatherers)
 
     def emit(context, records, tiles, stage, listed):
         del context
-        stage = stage.registers.item()
-        rows = [utils.bitcast(register, stage.type) for register in listed.registers.flat]
         pool, tile = utils.memref_ptr(records), utils.memref_ptr(tiles)
-        utils.inline_ptx(text, pool, tile, stage, *rows, has_side_effects=True)
+        utils.inline_ptx(text, pool, tile, stage.registers.item(), *_words(listed), has_side_effects=True)
 
-    types = (plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT, ONE_A_ROW)
+    layout = ONE_A_ROW if gatherers == 1 else ONE_A_THREAD
+    types = (plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT, layout)
     plgpu.inline_mgpu(arg_types=types)(emit)(records, tiles.ref, stage, listed)
 
 
@@ -214,8 +285,13 @@ def finish(is_interpreted: bool, pending: int = 0) -> None:
     plgpu.inline_mgpu()(emit)()
 
 
-def _interpreted_tile(records: Any, tiles: Any, stage: Any, listed: Any) -> None:
-    """One access reads the whole pool, small in a test, as each takes the interpreter milliseconds."""
+def _interpreted_tile(records: Any, tiles: Any, stage: Any, listed: Any, gatherer: Any, gatherers: int) -> None:
+    """One access reads the whole pool, small in a test, as each takes the interpreter milliseconds.
+
+    Of two warpgroups, each brings half of the tile's rows in one piece here.
+    """
     stored = records[...].at[jnp.maximum(listed, 0)].get(mode="clip")
-    rows = jnp.where(listed[:, None] >= 0, reference.decode(stored, WIDTH, LATENT), 0.0)
-    tiles[stage] = rows.astype(jnp.bfloat16)
+    rows = jnp.where(listed[:, None] >= 0, reference.decode(stored, WIDTH, LATENT), 0.0).astype(jnp.bfloat16)
+    share = TILE // gatherers
+    first = gatherer * share
+    tiles[stage, pl.ds(first, share)] = lax.dynamic_slice_in_dim(rows, first, share)

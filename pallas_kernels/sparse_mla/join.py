@@ -15,6 +15,8 @@ import math
 import struct
 from typing import Any
 
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -24,6 +26,20 @@ from pallas_kernels.sparse_mla.gather import LATENT
 HEADS = 64
 PITCH = LATENT + 8  # floats from one head to the next: eight heads' pieces fall in different banks
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+
+
+def this_member() -> Any:
+    """i32: the block's number in its cluster, read anew wherever it is asked for: kept from before the roles part, or
+    through the loop over tiles, it would not fit into registers."""
+
+    def emit(context):
+        del context
+        i32 = ir.IntegerType.get_signless(32)
+        number = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+
+    number = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    return plgpu.inline_mgpu(return_type=number)(emit)()
 
 
 def leave_part(tiles: Any, values: Any, role: Any, width: int) -> None:

@@ -28,11 +28,12 @@ from pallas_kernels.sparse_mla.gather import LATENT, TILE, WIDTH
 HEADS = 64  # of a block: the rows of a wgmma
 MATH = 2  # warpgroups, with half of the 512 values each: 64 x 256 sums are 128 registers a thread
 HALF = LATENT // MATH
+GATHERERS = {"bf16": 1, "fp8": 2}  # warpgroups that bring rows: conversion keeps two busy
 STAGES = 2  # tiles of records beside the queries in shared memory
 ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # one value a head, one value a record
-# Registers a thread; three warpgroups of 168 are launched.
-MATH_REGISTERS = {"bf16": 216, "fp8": 208}
-GATHER_REGISTERS = {"bf16": 72, "fp8": 88}
+# Registers a thread, by format and gathering warpgroups; three warpgroups of 168 are launched, or four of 128.
+MATH_REGISTERS = {("bf16", 1): 216, ("fp8", 1): 208, ("bf16", 2): 200, ("fp8", 2): 200}
+GATHER_REGISTERS = {("bf16", 1): 72, ("fp8", 1): 88, ("bf16", 2): 56, ("fp8", 2): 56}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +42,12 @@ class Tuning:
 
     splits    parts of each list, attended to by blocks of their own
     cluster   of these, that join in shared memory: 1, 2, 4 or 8; the rest is combined by a second kernel
+    gatherers   warpgroups of a block that bring rows, 1 or 2; bits do not depend on it. None: 2 for FP8 records
     """
 
     splits: int = 1
     cluster: int = 1
+    gatherers: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,14 @@ class Shape:
     cluster: int
     scale: float
     record_format: str
+    gatherers: int
     is_interpreted: bool
+
+    @property
+    def totals(self) -> int:
+        """Into how many a warpgroup divides its 64 x 256 sums: ptxas refuses wgmmas that need more than the registers
+        of launch, 168 or 128."""
+        return self.gatherers
 
     @property
     def tiles(self) -> int:
@@ -122,7 +132,11 @@ def attend_rows(
     tiles = slots.shape[1] // TILE
     splits = pl.cdiv(tiles, pl.cdiv(tiles, tuning.splits))  # of equal length but the last, and none without a tile
     cluster = 1 if interpret is not None else math.gcd(splits, tuning.cluster)
-    shape = Shape(rows, heads // HEADS, slots.shape[1], splits, cluster, scale, record_format, interpret is not None)
+    gatherers = tuning.gatherers or GATHERERS[record_format]
+    is_interpreted = interpret is not None
+    shape = Shape(
+        rows, heads // HEADS, slots.shape[1], splits, cluster, scale, record_format, gatherers, is_interpreted
+    )
     out, lse = _kernel(shape, interpret)(query, records, slots)
     if shape.parts == 1:
         return out.reshape(rows, heads, LATENT), lse.reshape(rows, heads)
@@ -142,13 +156,13 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
 
         @pl.when(role < MATH)
         def _():
-            plgpu.set_max_registers(MATH_REGISTERS[shape.record_format], action="increase")
+            plgpu.set_max_registers(MATH_REGISTERS[shape.record_format, shape.gatherers], action="increase")
             attend(shape, refs, place_of_block(shape), role)
 
-        @pl.when(role == MATH)
+        @pl.when(role >= MATH)
         def _():
-            plgpu.set_max_registers(GATHER_REGISTERS[shape.record_format], action="decrease")
-            fill(shape, refs, place_of_block(shape))
+            plgpu.set_max_registers(GATHER_REGISTERS[shape.record_format, shape.gatherers], action="decrease")
+            fill(shape, refs, place_of_block(shape), role - MATH)
             if shape.cluster > 1:
                 join.wait_for_cluster()
                 join.wait_for_cluster()
@@ -167,13 +181,13 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
         grid_names=("block",),
         cluster=(shape.cluster,) if shape.cluster > 1 else (),
         cluster_names=("member",) if shape.cluster > 1 else (),
-        num_threads=MATH + 1,
+        num_threads=MATH + shape.gatherers,
         thread_name="role",
         scratch_types=dict(
             heads=_mosaic.wgmma_operand((HEADS, WIDTH), jnp.bfloat16),
             tiles=_mosaic.wgmma_operand((STAGES, TILE, WIDTH), jnp.bfloat16),
             heads_full=plgpu.Barrier(num_arrivals=1),
-            tiles_full=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+            tiles_full=plgpu.Barrier(num_arrivals=shape.gatherers, num_barriers=STAGES),
             tiles_empty=plgpu.Barrier(num_arrivals=MATH, num_barriers=STAGES),
             first_products_done=plgpu.Barrier(num_arrivals=1),
             **scratch,
@@ -191,7 +205,7 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
 def place_of_block(shape: Shape) -> Place:
     """Blocks of the same rows are neighbours, so that the second group of heads finds them in the L2."""
     block = lax.axis_index("block")
-    member = lax.axis_index("member") if shape.cluster > 1 else jnp.int32(0)
+    member = join.this_member() if shape.cluster > 1 else jnp.int32(0)
     row, inside = block // (shape.groups * shape.parts), block % (shape.groups * shape.parts)
     return Place(row, inside // shape.groups, member, inside % shape.groups)
 
@@ -218,49 +232,15 @@ def load_heads(refs: Refs, place: Place) -> None:
     plgpu.copy_gmem_to_smem(heads, refs.heads, refs.heads_full)
 
 
-def fill(shape: Shape, refs: Refs, place: Place) -> None:
-    """Keeps the tiles full. The slots of a tile are read one tile ahead."""
+def fill(shape: Shape, refs: Refs, place: Place, gatherer: Any) -> None:
+    """Keeps the tiles full, or this gatherer's share of them. The slots of a tile are read one tile ahead."""
     listed = slots_of_tile(shape, refs, place, 0)
     following = slots_of_tile(shape, refs, place, 1)
-    gather.ask_for(refs.records, listed, shape.is_interpreted)
-    gather.ask_for(refs.records, following, shape.is_interpreted)
-    start(shape, refs, 0, listed)
-    count = tiles_to_do(shape, refs, place)
-    listed, following = following, slots_of_tile(shape, refs, place, 2)
+    gather.ask_for(refs.records, listed, shape.gatherers, shape.is_interpreted)
     if shape.record_format == "bf16":
-        # Two tiles are under way before the first is waited for; later ones start while the math is busy.
-        @pl.when(count > 1)
-        def _():
-            start(shape, refs, 1, listed)
-            gather.finish(shape.is_interpreted, pending=1)
-
-        @pl.when(count == 1)
-        def _():
-            gather.finish(shape.is_interpreted)
-
-        plgpu.barrier_arrive(refs.tiles_full.at[0])
+        count = copy_tiles(shape, refs, place, gatherer, listed, following)
     else:
-        gather.finish(shape.is_interpreted)
-        plgpu.barrier_arrive(refs.tiles_full.at[0])
-
-        @pl.when(count > 1)
-        def _():
-            start(shape, refs, 1, listed)
-
-    def fill_next(index, carry):
-        listed, following = carry, slots_of_tile(shape, refs, place, index + 2)
-        gather.finish(shape.is_interpreted)
-        plgpu.barrier_arrive(refs.tiles_full.at[index % STAGES])
-        gather.ask_for(refs.records, listed, shape.is_interpreted)
-
-        @pl.when(index + 1 < count)
-        def _():
-            plgpu.barrier_wait(refs.tiles_empty.at[(index + 1) % STAGES])
-            start(shape, refs, index + 1, listed)
-
-        return following
-
-    lax.fori_loop(1, count, fill_next, following)
+        count = convert_tiles(shape, refs, place, gatherer, listed, following)
     # The last use of each buffer is waited for as well: no completion of a barrier may stay unobserved.
     for left in range(STAGES):
 
@@ -269,15 +249,71 @@ def fill(shape: Shape, refs: Refs, place: Place) -> None:
             plgpu.barrier_wait(refs.tiles_empty.at[left])
 
 
+def convert_tiles(shape: Shape, refs: Refs, place: Place, gatherer: Any, listed: Any, following: Any) -> Any:
+    """The tiles of an FP8 pool one after another, each from the L2, which is asked for the next one; how many."""
+    count = tiles_to_do(shape, refs, place)
+
+    def convert(index, carry):
+        listed, following = carry
+        gather.ask_for(refs.records, following, shape.gatherers, shape.is_interpreted)
+        later = slots_of_tile(shape, refs, place, index + 2)
+
+        @pl.when(index >= STAGES)
+        def _():
+            plgpu.barrier_wait(refs.tiles_empty.at[index % STAGES])
+
+        start(shape, refs, index, listed, gatherer)
+        gather.finish(shape.is_interpreted)
+        plgpu.barrier_arrive(refs.tiles_full.at[index % STAGES])
+        return following, later
+
+    lax.fori_loop(0, count, convert, (listed, following))
+    return count
+
+
+def copy_tiles(shape: Shape, refs: Refs, place: Place, gatherer: Any, listed: Any, following: Any) -> Any:
+    """The tiles of a bf16 pool, up to two under way at a time; how many."""
+    start(shape, refs, 0, listed, gatherer)
+    count = tiles_to_do(shape, refs, place)
+    listed, following = following, slots_of_tile(shape, refs, place, 2)
+
+    # Two tiles are under way before the first is waited for; later ones start while the math is busy.
+    @pl.when(count > 1)
+    def _():
+        start(shape, refs, 1, listed, gatherer)
+        gather.finish(shape.is_interpreted, pending=1)
+
+    @pl.when(count == 1)
+    def _():
+        gather.finish(shape.is_interpreted)
+
+    plgpu.barrier_arrive(refs.tiles_full.at[0])
+
+    def copy_next(index, carry):
+        listed, following = carry, slots_of_tile(shape, refs, place, index + 2)
+        gather.finish(shape.is_interpreted)
+        plgpu.barrier_arrive(refs.tiles_full.at[index % STAGES])
+
+        @pl.when(index + 1 < count)
+        def _():
+            plgpu.barrier_wait(refs.tiles_empty.at[(index + 1) % STAGES])
+            start(shape, refs, index + 1, listed, gatherer)
+
+        return following
+
+    lax.fori_loop(1, count, copy_next, following)
+    return count
+
+
 def slots_of_tile(shape: Shape, refs: Refs, place: Place, index: Any) -> Any:
     """Of this block's index-th tile; of the last one of the list where there is none."""
     first = jnp.minimum(place.first_tile(shape) + index, shape.tiles - 1) * TILE
-    return gather.slots_of_tile(refs.slots, place.row, first)
+    return gather.slots_of_tile(refs.slots, place.row, first, shape.gatherers, shape.is_interpreted)
 
 
-def start(shape: Shape, refs: Refs, index: Any, listed: Any) -> None:
+def start(shape: Shape, refs: Refs, index: Any, listed: Any, gatherer: Any) -> None:
     stage = jnp.int32(index) % STAGES
-    gather.start_tile(refs.records, refs.tiles, stage, listed, shape.is_interpreted)
+    gather.start_tile(refs.records, refs.tiles, stage, listed, gatherer, shape.gatherers, shape.is_interpreted)
 
 
 # The attending role.
@@ -289,7 +325,7 @@ def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
     Both warpgroups compute all logits: 53 % more products than needed, but they then share nothing, and one's softmax
     runs under the other's products.
     """
-    heads, values = pl.ds(place.group * HEADS, HEADS), pl.ds(role * HALF, HALF)
+    heads, width = pl.ds(place.group * HEADS, HEADS), HALF // shape.totals
     count = tiles_to_do(shape, refs, place)
     to_exponent = jnp.float32(shape.scale * math.log2(math.e))
     plgpu.barrier_wait(refs.heads_full)
@@ -301,7 +337,7 @@ def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
         plgpu.barrier_wait(refs.first_products_done)
 
     def attend_tile(index, carry):
-        total, peak, mass = carry
+        totals, peak, mass = carry
         stage = index % STAGES
         first = jnp.minimum(place.first_tile(shape) + index, shape.tiles - 1) * TILE
         slots = plgpu.load(refs.slots.at[place.row, pl.ds(first, TILE)], layout=COLUMNS, optimized=False)
@@ -319,23 +355,26 @@ def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
         weights = jnp.exp2(logits - over_columns(base, TILE))
         shrink = jnp.exp2(peak - base)
         mass = mass * shrink + jnp.sum(weights, axis=1)
-        total = total * over_columns(shrink, HALF)
-        total = add_values(shape, refs, total, weights.astype(jnp.bfloat16), stage, values)
+        totals = tuple(total * over_columns(shrink, width) for total in totals)
+        totals = add_values(shape, refs, totals, weights.astype(jnp.bfloat16), stage, role)
         plgpu.barrier_arrive(refs.tiles_empty.at[stage])
-        return total, higher, mass
+        return totals, higher, mass
 
+    none = plgpu.layout_cast(jnp.zeros((HEADS, width), jnp.float32), plgpu.Layout.WGMMA)
     empty = (
-        plgpu.layout_cast(jnp.zeros((HEADS, HALF), jnp.float32), plgpu.Layout.WGMMA),
+        (none,) * shape.totals,
         plgpu.layout_cast(jnp.full((HEADS,), -jnp.inf, jnp.float32), ROWS),
         plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), ROWS),
     )
-    total, peak, mass = lax.fori_loop(0, count, attend_tile, empty)
-    out = total / over_columns(jnp.where(mass > 0, mass, 1.0), HALF)
+    totals, peak, mass = lax.fori_loop(0, count, attend_tile, empty)
+    divisor = jnp.where(mass > 0, mass, 1.0)
+    outs = [total / over_columns(divisor, width) for total in totals]
     lse = (peak + jnp.log2(mass)) * math.log(2.0)
     if shape.cluster > 1:
         plgpu.barrier_arrive(refs.tiles_done)
         plgpu.barrier_wait(refs.tiles_done)  # the other half may still be reading what is written over now
-        join.leave_part(refs.tiles, out, role, HALF)
+        for index, out in enumerate(outs):
+            join.leave_part(refs.tiles, out, role * shape.totals + index, width)
 
         @pl.when(role == 0)
         def _():
@@ -343,10 +382,11 @@ def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
 
         join.wait_for_cluster()
         out_of_part, lse_of_part = refs.out.at[place.row, place.part, heads], refs.lse.at[place.row, place.part, heads]
-        join.join_parts(refs.tiles, refs.logarithms, place.member, shape.cluster, out_of_part, lse_of_part)
+        join.join_parts(refs.tiles, refs.logarithms, join.this_member(), shape.cluster, out_of_part, lse_of_part)
         join.wait_for_cluster()
         return
-    refs.out[place.row, place.part, heads, values] = out
+    for columns, out in zip(columns_of_totals(shape, role), outs, strict=True):
+        refs.out[place.row, place.part, heads, columns] = out
 
     @pl.when(role == 0)
     def _():
@@ -363,12 +403,24 @@ def logits_of_tile(refs: Refs, stage: Any) -> Any:
     return pl.run_scoped(multiply, _mosaic.accumulator((HEADS, TILE), jnp.float32))
 
 
-def add_values(shape: Shape, refs: Refs, total: Any, weights: Any, stage: Any, values: Any) -> Any:
-    """total f32[64, 256] + weights bf16[64, TILE] @ the tile's columns `values`; weights stay in registers."""
-    columns = refs.tiles.at[stage, :, values]
+def add_values(shape: Shape, refs: Refs, totals: Any, weights: Any, stage: Any, role: Any) -> Any:
+    """Each total f32[64, n] + weights bf16[64, TILE] @ as many columns of the tile; weights stay in registers."""
+    columns = [refs.tiles.at[stage, :, at] for at in columns_of_totals(shape, role)]
     if shape.is_interpreted:  # it has no wgmma with a first operand in registers
-        return total + jnp.dot(weights.astype(jnp.float32), columns[...].astype(jnp.float32))
-    return pl.run_state(lambda total: plgpu.wgmma(total, weights, columns))(_mosaic.accumulator.init(total))
+        rows = [column[...].astype(jnp.float32) for column in columns]
+        return tuple(total + jnp.dot(weights.astype(jnp.float32), row) for total, row in zip(totals, rows, strict=True))
+
+    def multiply(accumulators):
+        for accumulator, column in zip(accumulators, columns, strict=True):
+            plgpu.wgmma(accumulator, weights, column)
+
+    return pl.run_state(multiply)(tuple(_mosaic.accumulator.init(total) for total in totals))
+
+
+def columns_of_totals(shape: Shape, role: Any) -> list[Any]:
+    """Where the columns lie that each total of a warpgroup sums."""
+    width = HALF // shape.totals
+    return [pl.ds(role * HALF + index * width, width) for index in range(shape.totals)]
 
 
 def over_columns(values: Any, columns: int) -> Any:

@@ -96,7 +96,7 @@ def decode_case(record_format: Any, seats: int, rows: int) -> cases.Case:
 
 
 COMPILED = tuple(
-    decode_case(*sizes) for sizes in (("fp8", 1, 1), ("fp8", 8, 1), ("bf16", 8, 4), ("bf16", 128, 1), ("fp8", 128, 1))
+    decode_case(*sizes) for sizes in (("fp8", 1, 1), ("fp8", 32, 1), ("bf16", 8, 4), ("bf16", 128, 1), ("fp8", 128, 1))
 )
 
 
@@ -176,7 +176,7 @@ def test_the_tuned_table_covers_every_size():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tuning", [Tuning(1), Tuning(4, 4), Tuning(32, 8), Tuning(5)], ids=str)
+@pytest.mark.parametrize("tuning", [Tuning(1), Tuning(1, 1, 1), Tuning(4, 4), Tuning(32, 8), Tuning(5)], ids=str)
 @pytest.mark.parametrize("case", cases.CORNERS + cases.FULL, ids=cases.identifier)
 def test_the_kernel_on_the_gpu(case, tuning):
     inputs = cases.make(case)

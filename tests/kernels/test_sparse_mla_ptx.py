@@ -21,9 +21,11 @@ POOL = 4096  # where the pool begins in the evaluator's device memory
 class Threads:
     """Registers by name, as u64 bits a thread; device memory; shared memory of this block, and of its cluster."""
 
-    def __init__(self, device: np.ndarray, shared: np.ndarray, count: int = THREADS, cluster: Any = ()):
+    def __init__(
+        self, device: np.ndarray, shared: np.ndarray, first: int = 256, count: int = THREADS, cluster: Any = ()
+    ):
         self.device, self.shared, self.count, self.cluster, self.registers = device, shared, count, cluster, {}
-        self.touched, self.asked = 0, []
+        self.first, self.touched, self.asked = first, 0, []
 
     def run(self, text: str, *operands: int | np.ndarray) -> None:
         for index, value in enumerate(operands):
@@ -140,8 +142,7 @@ class Threads:
 
     def value(self, name: str, dtype: Any = np.uint64) -> np.ndarray:
         if name == "%tid.x":
-            # The third warpgroup of a block gathers, the first two join.
-            bits = np.arange(self.count, dtype=np.uint64) + np.uint64(256 if self.count == THREADS else 0)
+            bits = np.arange(self.count, dtype=np.uint64) + np.uint64(self.first)
         elif re.fullmatch(r"\d+", name):
             bits = np.full(self.count, int(name), np.uint64)
         elif name.startswith("0f"):
@@ -182,32 +183,42 @@ def rows_of_threads(slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return slots[row], slots[row + 8]
 
 
+def gathering(device: np.ndarray, shared: np.ndarray, text: str, listed: np.ndarray, gatherers: int, *operands: int):
+    """Runs `text` by the third warpgroup of a block, with both slots of a thread, or by the third and the fourth."""
+    held = rows_of_threads(listed)
+    warpgroups = [Threads(device, shared, 256 + 128 * number) for number in range(gatherers)]
+    for number, threads in enumerate(warpgroups):
+        threads.run(text, *operands, *(held if gatherers == 1 else held[number : number + 1]))
+    return warpgroups
+
+
+@pytest.mark.parametrize("gatherers", [1, 2])
 @pytest.mark.parametrize("record_format", ["bf16", "fp8"])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_the_ptx_fills_a_tile_with_the_rows_of_the_list(record_format, stage):
+def test_the_ptx_fills_a_tile_with_the_rows_of_the_list(record_format, stage, gatherers):
     case = cases.Case("gather", record_format, ((100, 128),))
     inputs = cases.make(case)
     device, shared = np.zeros(2**20, np.uint8), np.full(3 * 64 * 1152, 0xEE, np.uint8)
     device[POOL : POOL + inputs.records.nbytes] = inputs.records.reshape(-1).view(np.uint8)
-    threads = Threads(device, shared)
-    text = gather.convert_fp8() if record_format == "fp8" else gather.copy_bf16()
+    text = gather.convert_fp8(gatherers) if record_format == "fp8" else gather.copy_bf16(gatherers)
     listed = inputs.slots[0, 0, 64:]  # the list ends in this tile
-    threads.run(text, POOL, 0, stage, *rows_of_threads(listed))
+    warpgroups = gathering(device, shared, text, listed, gatherers, POOL, 0, stage)
 
     tile = unswizzled(shared[stage * 64 * 1152 : (stage + 1) * 64 * 1152])
     wanted = np.stack([inputs.rows.get(slot, np.zeros(576)) for slot in listed.tolist()]).astype(np.float32)
     np.testing.assert_array_equal(tile.view(np.uint16), wanted.astype(ml_dtypes.bfloat16).view(np.uint16))
-    assert threads.touched == 64 * 1152, "each byte is written once"
+    assert sum(threads.touched for threads in warpgroups) == 64 * 1152, "each byte is written once"
     others = np.delete(shared.reshape(3, -1), stage, axis=0)
     assert (others == 0xEE).all(), "another stage was written"
 
 
-def test_the_l2_is_asked_for_the_lines_of_listed_rows_only():
+@pytest.mark.parametrize("gatherers", [1, 2])
+def test_the_l2_is_asked_for_the_lines_of_listed_rows_only(gatherers):
     case = cases.Case("gather", "fp8", ((100,),))
     listed = cases.make(case).slots[0, 0, 64:]
-    threads = Threads(np.zeros(0, np.uint8), np.zeros(0, np.uint8))
-    threads.run(gather.ask_fp8(), POOL, *rows_of_threads(listed))
-    asked = set(np.concatenate(threads.asked).tolist())
+    none = np.zeros(0, np.uint8)
+    warpgroups = gathering(none, none, gather.ask_fp8(gatherers), listed, gatherers, POOL)
+    asked = set(np.concatenate([lines for threads in warpgroups for lines in threads.asked]).tolist())
     rows = listed[listed >= 0].astype(int)
     assert asked == {(656 * row + 128 * line) // 128 for row in rows for line in range(6)}
 
@@ -233,7 +244,7 @@ def test_the_blocks_of_a_cluster_join_their_parts(parts):
     out, lse = 1024, 2**17 + 2**16
     with np.errstate(divide="ignore"):
         for part in range(parts):
-            threads = Threads(device, blocks[part], 256, blocks)
+            threads = Threads(device, blocks[part], 0, 256, blocks)
             threads.run(join.joining(parts), tiles, beside, out, lse, part)
         weights = np.exp(logarithms.astype(np.float64) - np.where(np.isneginf(logarithms.max(0)), 0, logarithms.max(0)))
         mass = weights.sum(0)
