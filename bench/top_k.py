@@ -1,6 +1,6 @@
 """Exact selection on a GPU: is it the CPU's to the bit, and how long does it take beside jax.lax.top_k and torch.topk?
 
-    JAX_PLATFORMS=cuda,cpu python -m bench.top_k [check] [offsets] [bench]        (all three: under a minute on an H200)
+    JAX_PLATFORMS=cuda,cpu python -m bench.top_k [check] [offsets] [bench] [listed]     (all: about a minute on an H200)
 
 It knows echo_top_k of the shared library and the named corners of tests/selections.py. It does not know what makes
 scores.
@@ -29,6 +29,9 @@ from tests import selections
 TOP_K = 2048
 CLAIMS = {(1, 131072): "B.top_k_1_us", (32, 131072): "B.top_k_32_us", (102, 98304): "B.top_k_102_us"}
 CHECKED_ROWS = 10
+
+# Lists that a bound leaves, in multiples of k: what a good bound gives, and bounds that mislead.
+GOOD, MISLEADING = {"1.15 k": 1.15, "3 k": 3.0}, {"0.9 k": 0.9, "7 k": 7.0}
 
 select = jax.jit(_ffi.top_k, static_argnames="k")
 
@@ -214,7 +217,82 @@ def bench() -> None:
             write_down("torch.topk, index scores", score, took, "CUDA events around a call, L2 overwritten before each")
 
 
-PARTS = {"check": check, "offsets": offsets, "bench": bench}
+# ---- bounds and lists ----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def bounds(score: jax.Array, ranks: jax.Array) -> jax.Array:
+    """f32[rows]: the score of a row that its ranks[row] best exceed."""
+    return jnp.take_along_axis(-jnp.sort(-score, axis=1), ranks[:, None], axis=1)[:, 0]
+
+
+@jax.jit
+def marks(score: jax.Array, bound: jax.Array) -> jax.Array:
+    """As selections.marks, made on the device."""
+    rows, length = score.shape
+    above = jnp.pad(score > bound[:, None], ((0, 0), (0, -length % 32))).reshape(rows, -1, 32)
+    return jnp.sum(above.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+
+
+def check_hints() -> None:
+    """On the GPU, every corner with bounds that leave too few keys, enough, and too many, alone and marked: the answer
+    without any."""
+    rows, length, failures, compared = CHECKED_ROWS, 131072, [], 0
+    visible = selections.lengths(rows, length, TOP_K)
+    for corner in selections.CORNERS:
+        score = jnp.asarray(selections.make(corner, rows, length))
+        expected = got(score, visible, TOP_K)
+        for rank in (TOP_K // 2, TOP_K, 2 * TOP_K, 7 * TOP_K):
+            bound = bounds(score, jnp.full((rows,), rank))
+            for hint in ((bound,), (bound, marks(score, bound))):
+                positions, kth_score = select(score, visible, TOP_K, *hint)
+                result = np.asarray(positions), np.asarray(kth_score).view(np.uint32)
+                compared += rows
+                if difference := selections.first_difference(result, expected):
+                    failures.append(f"{corner}, rank {rank}, {'marked' if len(hint) > 1 else 'bounded'}: {difference}")
+                    print(f"  DIFFERS  {failures[-1]}", flush=True)
+    record(
+        name="top-k with bounds and lists: cases that differ from the row searched without",
+        value=len(failures),
+        unit="",
+        file="top_k.jsonl",
+        method="positions and k-th scores compared by bits",
+        shapes={"corners": len(selections.CORNERS), "rows": compared},
+    )
+    print(f"hints: {len(failures)} cases differ, {compared} rows compared")
+    if failures:
+        sys.exit(1)
+
+
+def listed() -> None:
+    """What a bound saves, and what the fused kernel's list does; what it costs where the bound was bad."""
+    check_hints()
+    bytes_per_s = device_bandwidth().read
+    run: Callable[..., Any] = jax.jit(functools.partial(_ffi.top_k, k=TOP_K))
+    for rows, length in ((32, 131072), (1, 131072), (8, 131072), (102, 98304)):
+        score, visible = index_scores(rows, length), jnp.full((rows,), length, jnp.int32)
+        ours("index scores", score, bytes_per_s, CLAIMS.get((rows, length)))
+        expected, slowest = run(score, visible), None
+        mixed = np.random.default_rng(rows).uniform(1.0, 3.0, rows)
+        for name, multiple in (GOOD | {"1 to 3 k": mixed} | MISLEADING).items():
+            bound = bounds(score, jnp.asarray(np.broadcast_to(np.int32(np.float64(multiple) * TOP_K), (rows,))))
+            above = marks(score, bound)
+            for hint, what in (((bound, above), "listed"), ((bound,), "bounded")):
+                timed = jax.jit(lambda score, visible, *hint: _ffi.top_k(score, visible, TOP_K, *hint))
+                if any((x != y).any() for x, y in zip(timed(score, visible, *hint), expected, strict=True)):
+                    sys.exit(f"{what}, {name}, {rows} x {length}: not the row's answer")
+                took = kernel_times(timed, score, visible, *hint).total
+                write_down(f"echo_bounded_top_k, {what}, {name}", score, took, CUPTI)
+                if what == "listed" and name in GOOD and (slowest is None or took.median > slowest[1].median):
+                    slowest = name, took, graph_time(timed, score, visible, *hint).median
+        if (rows, length) == (32, 131072):
+            assert slowest is not None
+            name, took, in_graph = slowest
+            notes = f"the slower of lists of {' and '.join(GOOD)}: {name}; as a node of a CUDA graph {in_graph:.1f} us"
+            write_down("echo_bounded_top_k, the list as kept", score, took, CUPTI, "D.listed_top_k_us", notes=notes)
+
+
+PARTS = {"check": check, "offsets": offsets, "bench": bench, "listed": listed}
 
 
 def main() -> None:

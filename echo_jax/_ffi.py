@@ -25,7 +25,7 @@ import numpy as np
 from echo_jax import _compat
 
 ENVIRONMENT_SWITCH = "ECHO_JAX_FFI"
-LIBRARY_VERSION = 3  # kLibraryVersion in targets.h
+LIBRARY_VERSION = 4  # kLibraryVersion in targets.h
 BUILD_COMMAND = "pip install scikit-build-core cmake ninja && pip install --no-build-isolation --no-deps -e ."
 CUDA_BUILD_COMMAND = f"export CUDACXX=/usr/local/cuda/bin/nvcc && {BUILD_COMMAND}"
 
@@ -45,6 +45,7 @@ _TARGETS = {
     "echo_allocate": "EchoAllocate",
     "echo_release": "EchoRelease",
     "echo_top_k": "EchoTopK",
+    "echo_bounded_top_k": "EchoBoundedTopK",
 }
 
 # kMaxTopK in top_k_kernel.cuh: what a GPU selects by echo_top_k lies in shared memory.
@@ -266,11 +267,22 @@ def copy_rows(host_pool: jax.Array, source: jax.Array, target: jax.Array) -> jax
     return _call("echo_copy_rows", jax.typeof(host_pool), (host_pool, source, target), aliases={0: 0})
 
 
-def top_k(score: jax.Array, visible: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """echo_top_k: positions i32[N, k] and kth_score f32[N] of score f32|bf16[N, P] below visible i32[N]."""
+def top_k(
+    score: jax.Array, visible: jax.Array, k: int, bound: jax.Array | None = None, above: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """echo_top_k: positions i32[N, k] and kth_score f32[N] of score f32|bf16[N, P] below visible i32[N].
+
+    With bound f32[N] echo_bounded_top_k, whose answer is the same; above u32[N, ceil(P / 32)] is the bound put to every
+    score.
+    """
     rows = score.shape[0]
     results = (jax.ShapeDtypeStruct((rows, k), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32))
-    positions, kth_score = _call("echo_top_k", results, (score, visible), k=np.int64(k))
+    if bound is None:
+        positions, kth_score = _call("echo_top_k", results, (score, visible), k=np.int64(k))
+    else:
+        above = jnp.zeros((rows, 0), jnp.uint32) if above is None else above
+        operands = (score, visible, bound, above)
+        positions, kth_score = _call("echo_bounded_top_k", results, operands, k=np.int64(k))
     return positions, kth_score
 
 

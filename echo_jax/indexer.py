@@ -28,6 +28,13 @@ class Selection(NamedTuple):
     kth_score: jax.Array  # f32[...]  the lowest selected score; NaN where nothing is selected
 
 
+class Bound(NamedTuple):
+    """A hint to `select`: a score that, it is hoped, somewhat more than top_k visible ones of each row exceed."""
+
+    score: jax.Array  # f32[N]  any value will do; one that is not finite is no hint
+    above: jax.Array | None = None  # u32[N, ceil(P / 32)]  bit p % 32 of word p // 32: score[n, p] > bound; a promise
+
+
 def scores(query: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
     """score[n, p] = sum_g weights[n, g] * relu(query[n, g] . keys[p]).
 
@@ -46,12 +53,17 @@ def mask_invisible(score: jax.Array, visible: jax.Array) -> jax.Array:
     return jnp.where(positions[None] < visible[:, None], score, -jnp.inf)
 
 
-def select(score: jax.Array, visible: jax.Array, top_k: int, implementation: str = "auto") -> Selection:
+def select(
+    score: jax.Array, visible: jax.Array, top_k: int, implementation: str = "auto", bound: Bound | None = None
+) -> Selection:
     """The top_k best of the first visible positions of each row; all of them where fewer are visible.
 
     score f32|bf16[N, P], visible i32[N] -> positions i32[N, min(top_k, P)]. -0 is a kth_score of +0, and every NaN the
     same NaN; a visible length outside 0..P means the nearer end. The implementations (_ffi.IMPLEMENTATIONS; the
     library's is echo_top_k) agree bit for bit. RuntimeError where the one named cannot serve the default backend.
+
+    `bound` may make the library sooner and changes nothing else: what it leaves out is not looked at where enough is
+    left, for then nothing of it can be selected.
     """
     if score.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"score is {score.dtype} but must be float32 or bfloat16; convert it")
@@ -59,7 +71,7 @@ def select(score: jax.Array, visible: jax.Array, top_k: int, implementation: str
         raise ValueError(f"top_k is {top_k} but must be at least 1")
     top_k = min(top_k, score.shape[-1])
     if uses_library(top_k, implementation):
-        return Selection(*_ffi.top_k(score, visible, top_k))
+        return Selection(*_ffi.top_k(score, visible, top_k, *(bound or ())))
     return _select_with_jnp(_as_float32(score), visible, top_k)
 
 

@@ -106,6 +106,26 @@ def lengths(rows: int, length: int, k: int) -> np.ndarray:
     return np.clip(np.resize(special, rows), 0, length).astype(np.int32)
 
 
+def bounds(score: np.ndarray, visible: np.ndarray, rank: int) -> np.ndarray:
+    """f32[rows]: the score behind the `rank` best of each row, so that as many exceed it where none ties with it."""
+    found = np.full(len(score), np.inf, np.float32)
+    for row in range(len(score)):
+        seen = score[row, : max(int(visible[row]), 0)].astype(np.float32)
+        if len(seen):
+            descending = -np.sort(np.where(np.isnan(seen), np.float32(INF), -seen))
+            found[row] = descending[min(rank, len(seen) - 1)]
+    return found
+
+
+def marks(score: np.ndarray, bound: np.ndarray) -> np.ndarray:
+    """u32[rows, ceil(length / 32)]: bit p mod 32 of word p / 32 says that position p scores above the row's bound."""
+    rows, length = score.shape
+    above = np.zeros((rows, -(-length // 32) * 32), bool)
+    with np.errstate(invalid="ignore"):
+        above[:, :length] = score.astype(np.float64) > bound[:, None].astype(np.float64)
+    return np.packbits(above, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+
+
 def answer(score: np.ndarray, visible: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """positions i32[N, k] and the bits u32[N] of kth_score, by sorting every row; -0 as +0, and one NaN."""
     rows, length = score.shape

@@ -1,8 +1,9 @@
-// echo_top_k on a CPU: one thread, a row after the other.
+// echo_top_k and echo_bounded_top_k on a CPU: one thread, a row after the other.
 //
 // The k-th largest order key is found a digit at a time, from the top: count the keys by digit, walk down to the digit
 // that holds the k-th, keep the keys that have it, go on with those. One last pass in order of position then takes what
-// is above, and of what is equal the first.
+// is above, and of what is equal the first. Where a bound, or the caller's marks, leave enough keys, they stand for the
+// row.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -56,22 +57,30 @@ Kth FindKth(const uint32_t* keys, int64_t count, int64_t k, uint32_t* left) {
   return {kth, k};
 }
 
-template <typename Bits>
-void SelectRow(const Bits* score, int64_t visible, int64_t k, uint32_t* keys, uint32_t* left, int32_t* positions,
-               float* kth_score) {
-  for (int64_t p = 0; p < visible; ++p) keys[p] = OrderKey(score[p]);
-  const int64_t wanted = std::min(visible, k);
+// Keys of a row in order of position, and the positions; nullptr where key p is that of position p.
+struct Keys {
+  const uint32_t* keys;
+  const int32_t* positions;
+  int64_t count;
+};
+
+void SelectFrom(const Keys& from, int64_t k, uint32_t* left, int32_t* positions, float* kth_score) {
+  const auto position = [&](int64_t i) {
+    return from.positions == nullptr ? static_cast<int32_t>(i) : from.positions[i];
+  };
+  const uint32_t* const keys = from.keys;
+  const int64_t wanted = std::min(from.count, k);
   Kth kth;
-  if (wanted == visible) {
-    for (int64_t p = 0; p < wanted; ++p) positions[p] = static_cast<int32_t>(p);
-    if (visible > 0) kth.key = *std::min_element(keys, keys + visible);
+  if (wanted == from.count) {
+    for (int64_t i = 0; i < wanted; ++i) positions[i] = position(i);
+    if (wanted > 0) kth.key = *std::min_element(keys, keys + wanted);
   } else {
-    kth = FindKth(keys, visible, k, left);
+    kth = FindKth(keys, from.count, k, left);
     int64_t taken = 0;
-    for (int64_t p = 0; taken < wanted; ++p) {  // wanted of them are above or taken ties, so it ends before `visible`
-      const bool is_tie = keys[p] == kth.key && kth.ties_taken > 0;
-      positions[taken] = static_cast<int32_t>(p);
-      taken += keys[p] > kth.key || is_tie;
+    for (int64_t i = 0; taken < wanted; ++i) {  // wanted of them are above or taken ties, so it ends before `count`
+      const bool is_tie = keys[i] == kth.key && kth.ties_taken > 0;
+      positions[taken] = position(i);
+      taken += keys[i] > kth.key || is_tie;
       kth.ties_taken -= is_tie;
     }
   }
@@ -80,24 +89,70 @@ void SelectRow(const Bits* score, int64_t visible, int64_t k, uint32_t* keys, ui
   std::memcpy(kth_score, &bits, sizeof bits);
 }
 
+// One row's keys and positions above a bound, by the caller's marks where there are some.
+template <typename Bits>
+Keys KeysAbove(const Bits* score, int64_t visible, uint32_t bound, const uint32_t* above, uint32_t* keys,
+               int32_t* positions) {
+  int64_t count = 0;
+  for (int64_t p = 0; p < visible; ++p) {
+    if (above != nullptr && above[p / 32] == 0) {  // skips the word
+      p |= 31;
+      continue;
+    }
+    const uint32_t key = OrderKey(score[p]);
+    keys[count] = key;
+    positions[count] = static_cast<int32_t>(p);
+    count += above == nullptr ? key > bound : above[p / 32] >> (p % 32) & 1;
+  }
+  return {keys, positions, count};
+}
+
+template <typename Bits>
+void SelectRows(const Bits* scores, const TopKViews& views) {
+  const std::unique_ptr<uint32_t[]> keys(new uint32_t[2 * views.length]);
+  const std::unique_ptr<int32_t[]> listed(new int32_t[views.length]);
+  for (int64_t n = 0; n < views.rows; ++n) {
+    const Bits* const score = scores + n * views.length;
+    const int64_t visible = std::clamp<int64_t>(views.visible[n], 0, views.length);
+    const uint32_t* const above = views.above == nullptr ? nullptr : views.above + n * WordsOfMarks(views.length);
+    uint32_t bound = 0;
+    if (views.bound != nullptr) {
+      std::memcpy(&bound, views.bound + n, sizeof bound);
+      bound = BoundKey(bound);
+    }
+    Keys from = {};
+    if (above != nullptr || bound != 0) from = KeysAbove(score, visible, bound, above, keys.get(), listed.get());
+    if (from.count < views.k) {
+      for (int64_t p = 0; p < visible; ++p) keys[p] = OrderKey(score[p]);
+      from = {keys.get(), nullptr, visible};
+    }
+    SelectFrom(from, views.k, keys.get() + views.length, views.positions + n * views.k, views.kth_score + n);
+  }
+}
+
+ffi::Error Select(const TopKViews& views) {
+  if (views.is_bf16) {
+    SelectRows(static_cast<const uint16_t*>(views.score), views);
+  } else {
+    SelectRows(static_cast<const uint32_t*>(views.score), views);
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error TopK(ffi::AnyBuffer score, ffi::Buffer<ffi::S32> visible, ffi::Result<ffi::Buffer<ffi::S32>> positions,
                 ffi::Result<ffi::Buffer<ffi::F32>> kth_score, int64_t k) {
   TopKViews views;
-  ECHO_RETURN_IF_ERROR(ViewTopK("echo_top_k", score, visible, k, positions, kth_score, &views));
-  const std::unique_ptr<uint32_t[]> keys(new uint32_t[2 * views.length]);
-  uint32_t* const left = keys.get() + views.length;
-  const auto select_rows = [&](auto* scores) {
-    for (int64_t n = 0; n < views.rows; ++n) {
-      const int64_t seen = std::clamp<int64_t>(views.visible[n], 0, views.length);
-      SelectRow(scores + n * views.length, seen, k, keys.get(), left, views.positions + n * k, views.kth_score + n);
-    }
-  };
-  if (views.is_bf16) {
-    select_rows(static_cast<const uint16_t*>(views.score));
-  } else {
-    select_rows(static_cast<const uint32_t*>(views.score));
-  }
-  return ffi::Error::Success();
+  ECHO_RETURN_IF_ERROR(ViewTopK(kTopK, score, visible, k, positions, kth_score, &views));
+  return Select(views);
+}
+
+ffi::Error BoundedTopK(ffi::AnyBuffer score, ffi::Buffer<ffi::S32> visible, ffi::Buffer<ffi::F32> bound,
+                       ffi::Buffer<ffi::U32> above, ffi::Result<ffi::Buffer<ffi::S32>> positions,
+                       ffi::Result<ffi::Buffer<ffi::F32>> kth_score, int64_t k) {
+  TopKViews views;
+  ECHO_RETURN_IF_ERROR(ViewTopK(kBoundedTopK, score, visible, k, positions, kth_score, &views));
+  ECHO_RETURN_IF_ERROR(ViewBound(kBoundedTopK, bound, above, &views));
+  return Select(views);
 }
 
 }  // namespace
@@ -106,6 +161,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoTopKCpu, TopK,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()            // score
                                   .Arg<ffi::Buffer<ffi::S32>>()     // visible
+                                  .Ret<ffi::Buffer<ffi::S32>>()     // positions
+                                  .Ret<ffi::Buffer<ffi::F32>>()     // kth_score
+                                  .Attr<int64_t>("k"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoBoundedTopKCpu, BoundedTopK,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()            // score
+                                  .Arg<ffi::Buffer<ffi::S32>>()     // visible
+                                  .Arg<ffi::Buffer<ffi::F32>>()     // bound
+                                  .Arg<ffi::Buffer<ffi::U32>>()     // above
                                   .Ret<ffi::Buffer<ffi::S32>>()     // positions
                                   .Ret<ffi::Buffer<ffi::F32>>()     // kth_score
                                   .Attr<int64_t>("k"));

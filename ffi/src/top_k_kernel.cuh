@@ -1,14 +1,16 @@
-// echo_top_k on a GPU: a cluster of blocks selects from one row, each block its own part of it. What it means, in jnp,
-// is indexer._select_by_order.
+// echo_top_k and echo_bounded_top_k on a GPU: a cluster of blocks selects from one row, each block its own part of it.
+// What they mean, in jnp, is indexer._select_by_order.
 //
-//   bracket    a small sample of the row tells a key with somewhat more than k keys above it, most likely
-//   collect    one pass over the row lists the keys above the bracket and counts those that equal it
+//   bracket    a bound that the caller gives, or one from a small sample: a key with somewhat more than k above it
+//   collect    one pass over the row lists the keys above the bracket and counts those that equal it; or one over the
+//              caller's marks does, which reads no other score
 //   find       the k-th key: among the listed ones, or the bracket itself where many keys are equal
 //   emit       what is selected becomes bits in order of position, and the bits a list
 //
-// A sample may be unlucky, or somebody's scores may be made to fool it: then too few or too many keys lie above the
-// bracket, the k-th key is searched for in the row itself, a few passes, and emit reads the row once more. The answer
-// is exact on every path and does not depend on the order in which threads append to the list.
+// A bound may be bad, a sample unlucky, and somebody's scores made to fool it: then too few or too many keys are
+// listed. Where a bound misled, a sample is taken; where a sample did, the k-th key is searched for in the row itself,
+// a few passes, and emit reads the row once more. The answer is exact on every path and does not depend on the order in
+// which threads append to the list.
 //
 // Reading 131,072 floats takes well under a microsecond a row; what bounds this kernel is the number of times its
 // threads meet. So the sample is small, counting needs no lock step, and blocks of a cluster meet twice.
@@ -21,118 +23,13 @@
 #include "echo_ffi/order.h"
 #include "find_kth.cuh"
 #include "row_scores.cuh"
+#include "top_k_list.cuh"
 
 namespace echo_ffi::top_k {
 
 constexpr uint32_t kMaxTopK = 4096;
-constexpr uint32_t kCapacity = 12288;      // keys a list holds
-constexpr uint32_t kMinSample = 2048;      // a power of two, as kMaxSample
-constexpr uint32_t kMaxSample = 8192;
-constexpr uint32_t kSampledAboveKth = 32;  // wanted: so many of the k best are in the sample
-constexpr uint32_t kWindow = 131072;       // places that are emitted at once
-constexpr uint32_t kWindowWords = kWindow / 32;
 constexpr uint32_t kWordsPerThread = kWindowWords / kThreads;
-static_assert(kMaxSample <= kCapacity && kWindow % (kBatch * kThreads) == 0);
 static_assert(kWordsPerThread == 4, "Emit reads its words as one uint4");
-
-// How many keys lie above a key, and how many equal it.
-struct Counts {
-  uint32_t above;
-  uint32_t ties;
-};
-
-// What one block holds in shared memory. Others of its cluster read keys, counts, highest and the histogram.
-struct Shared {
-  Scratch scratch;
-  Counts counts;     // of this block's segment
-  uint32_t highest;  // the largest key of the segment that is above the bracket
-  Counts before;     // in the segments before it
-  uint32_t keys[kCapacity];  // the sample; then the keys above the bracket in this segment
-  uint32_t places[kCapacity];  // where in the segment they lie
-  union {
-    uint32_t gathered[kCapacity];  // the keys above the bracket of all segments, in order of segment
-    struct {
-      alignas(16) uint32_t above[kWindowWords];
-      alignas(16) uint32_t ties[kWindowWords];
-    } bits;
-  };
-};
-
-// Position of the i-th of 2^log_samples samples of `visible` scores: one somewhere in each of as many equal stretches.
-__device__ inline uint32_t SampledPosition(uint32_t i, uint32_t log_samples, uint32_t visible) {
-  const auto start = [=](uint32_t stretch) {
-    return static_cast<uint32_t>((static_cast<uint64_t>(stretch) * visible) >> log_samples);
-  };
-  return start(i) + __umulhi((i + 1) * 2654435769u, start(i + 1) - start(i));
-}
-
-// A key with k keys above it or, by far most likely, somewhat more. Every block of a cluster finds the same one. 0,
-// which is below every key, where the list holds the whole row.
-template <typename Bits>
-__device__ uint32_t Bracket(Shared& shared, const Row<Bits>& row, uint32_t visible, uint32_t k) {
-  if (visible <= kCapacity) return 0;
-  uint32_t samples = kMinSample;
-  const uint64_t wanted = static_cast<uint64_t>(kSampledAboveKth) * visible;
-  while (samples < kMaxSample && static_cast<uint64_t>(samples) * k < wanted) samples *= 2;
-  const uint32_t log_samples = kLanes - 1 - __clz(samples);
-  for (uint32_t i = threadIdx.x; i < samples; i += kThreads) {
-    shared.keys[i] = row.KeyAt(SampledPosition(i, log_samples, visible));
-  }
-  // Of the k best about x are sampled, give or take sqrt(x); five times that is a miss in a million rows.
-  const float x = static_cast<float>(k) * static_cast<float>(samples) / static_cast<float>(visible);
-  const uint32_t rank = min(static_cast<uint32_t>(x + 5.0f * sqrtf(x)) + 4, samples);
-  return FindKth(shared.scratch, KeyRange{0, ~0u - 1}, rank, CountList{shared.scratch, shared.keys, samples}).key;
-}
-
-// Lists the segment's keys above the bracket; counts all of them, also those for which the list has no room.
-template <typename Bits>
-__device__ void Collect(Shared& shared, const Row<Bits>& row, Segment segment, uint32_t bracket) {
-  const uint32_t lane = threadIdx.x % kLanes;
-  if (threadIdx.x == 0) {
-    shared.counts = {0, 0};
-    shared.highest = 0;
-    shared.before = {0, 0};
-  }
-  __syncthreads();
-  uint32_t ties = 0, highest = 0;
-  row.ForEachBatch(segment, [&](const uint32_t(&keys)[kBatch], uint32_t visible, uint32_t vector) {
-    uint32_t above = 0, equal = 0;
-#pragma unroll
-    for (uint32_t e = 0; e < kBatch; ++e) {
-      above |= static_cast<uint32_t>(keys[e] > bracket) << e;
-      equal |= static_cast<uint32_t>(keys[e] == bracket) << e;
-    }
-    above &= visible;
-    ties += __popc(equal & visible);
-    if (!__any_sync(kAllLanes, above != 0)) return;
-    const uint32_t mine = __popc(above);
-    uint32_t through = mine;  // what the lanes up to this one append
-#pragma unroll
-    for (uint32_t distance = 1; distance < kLanes; distance *= 2) {
-      const uint32_t before = __shfl_up_sync(kAllLanes, through, distance);
-      if (lane >= distance) through += before;
-    }
-    uint32_t first = 0;
-    if (lane == kLanes - 1) first = atomicAdd(&shared.counts.above, through);
-    uint32_t at = __shfl_sync(kAllLanes, first, kLanes - 1) + through - mine;
-#pragma unroll
-    for (uint32_t e = 0; e < kBatch; ++e) {
-      if ((above >> e & 1) == 0) continue;
-      highest = max(highest, keys[e]);
-      if (at < kCapacity) {
-        shared.keys[at] = keys[e];
-        shared.places[at] = Row<Bits>::PlaceIn(vector - segment.first, e);
-      }
-      ++at;
-    }
-  });
-  ties = __reduce_add_sync(kAllLanes, ties);
-  highest = __reduce_max_sync(kAllLanes, highest);
-  if (lane == 0) {
-    if (ties != 0) atomicAdd(&shared.counts.ties, ties);
-    if (highest != 0) atomicMax(&shared.highest, highest);
-  }
-}
 
 // Adds a thread's counts up into *sum, which all threads may read when they have met.
 __device__ inline void AddUp(Counts mine, Counts* sum) {
@@ -148,31 +45,37 @@ __device__ inline void AddUp(Counts mine, Counts* sum) {
 struct Theirs {
   Counts counts;
   uint32_t highest;
+  uint32_t lowest;
 
   __device__ Counts SumOfFirst(uint32_t blocks) const {
     const bool is_in = threadIdx.x % kLanes < blocks;
     const Counts mine = is_in ? counts : Counts{0, 0};
     return {__reduce_add_sync(kAllLanes, mine.above), __reduce_add_sync(kAllLanes, mine.ties)};
   }
+  // Of the listed keys, of which there must be some.
+  __device__ KeyRange Range() const {
+    const uint32_t low = __reduce_min_sync(kAllLanes, lowest) - 1;
+    return {low, __reduce_max_sync(kAllLanes, highest) - low - 1};
+  }
 };
 
 __device__ inline Theirs ReadCounts(Shared& shared, uint32_t blocks) {
   const uint32_t block = threadIdx.x % kLanes;
-  if (block >= blocks) return {};
-  return {*Remote(&shared.counts, block), *Remote(&shared.highest, block)};
+  if (block >= blocks) return {{0, 0}, 0, ~0u};
+  return {*Remote(&shared.counts, block), *Remote(&shared.highest, block), *Remote(&shared.lowest, block)};
 }
 
-// Counts the keys of the whole row, each block those of its own segment; all blocks get all counts.
+// The keys of the whole row. Each block counts those of its own segment, and all blocks get all counts.
 template <typename Bits>
-struct CountRow {
+struct KeysOfRow {
+  static constexpr bool kListsFew = false;
+
   Shared& shared;
   const Row<Bits>& row;
   Segment segment;
   uint32_t blocks;
 
-  __device__ TwoBins operator()(KeyRange range, uint32_t shift) const {
-    shared.scratch.ClearHistogram();
-    __syncthreads();
+  __device__ TwoBins Count(KeyRange range, uint32_t shift) const {
     row.ForEachBatch(segment, [&](const uint32_t(&keys)[kBatch], uint32_t visible, uint32_t) {
 #pragma unroll
       for (uint32_t e = 0; e < kBatch; ++e) {
@@ -189,7 +92,8 @@ struct CountRow {
       sum.upper += histogram[upper];
       sum.lower += histogram[upper - 1];
     }
-    ClusterSync();  // and has been read, and may be cleared
+    ClusterSync();  // and has been read
+    shared.scratch.TakeBins();
     return sum;
   }
 };
@@ -222,7 +126,8 @@ __device__ void Emit(Shared& shared, uint32_t places, int32_t position_of_place_
     int32_t* out = positions + before.above + static_cast<uint32_t>(earlier) + ties_before;
 #pragma unroll
     for (uint32_t w = 0; w < kWordsPerThread; ++w) {
-      while (static_cast<uint32_t>(__popc(tie[w])) > left) tie[w] &= ~(1u << (31 - __clz(tie[w])));  // the lower positions come first
+      // The lower positions come first.
+      while (static_cast<uint32_t>(__popc(tie[w])) > left) tie[w] &= ~(1u << (31 - __clz(tie[w])));
       left -= __popc(tie[w]);
       selected[w] |= tie[w];
       const uint32_t place = start + (threadIdx.x * kWordsPerThread + w) * 32;
@@ -260,19 +165,20 @@ struct Found {
 
 // Where the lists of the cluster hold all keys above the bracket, at least k: every block gathers them and finds the
 // same.
-__device__ inline Found FindAmongListed(Shared& shared, const Theirs& theirs, KeyRange range, uint32_t k,
-                                        uint32_t blocks) {
+__device__ inline Found FindAmongListed(Shared& shared, const Theirs& theirs, uint32_t k, uint32_t blocks) {
   // A warp copies from one block, so that all are copied from at once.
   const uint32_t warp = threadIdx.x / kLanes, other = warp % blocks;
+  const uint32_t warps = (kWarps - 1 - other) / blocks + 1;  // that copy from the same
   const uint32_t start = theirs.SumOfFirst(other).above;
   const uint32_t length = __shfl_sync(kAllLanes, theirs.counts.above, other);
   const uint32_t* keys = Remote(shared.keys, other);
-  for (uint32_t i = warp / blocks * kLanes + threadIdx.x % kLanes; i < length; i += kThreads / blocks) {
+  for (uint32_t i = warp / blocks * kLanes + threadIdx.x % kLanes; i < length; i += warps * kLanes) {
     shared.gathered[start + i] = keys[i];
   }
   ClusterArrive();  // this block reads no other's memory from here on
+  __syncthreads();
   const uint32_t all = theirs.SumOfFirst(blocks).above, before = theirs.SumOfFirst(BlockOfCluster()).above;
-  const Kth kth = FindKth(shared.scratch, range, k, CountList{shared.scratch, shared.gathered, all});
+  const Kth kth = FindKth(shared.scratch, theirs.Range(), k, ListedKeys{shared.scratch, shared.gathered, all});
   Counts mine = {0, 0};
   for (uint32_t i = threadIdx.x; i < before; i += kThreads) {
     mine.above += shared.gathered[i] > kth.key;
@@ -287,7 +193,7 @@ __device__ inline Found FindAmongListed(Shared& shared, const Theirs& theirs, Ke
 template <typename Bits>
 __device__ Found FindInRow(Shared& shared, const Row<Bits>& row, Segment segment, KeyRange range, uint32_t rank,
                            uint32_t blocks) {
-  const Kth kth = FindKth(shared.scratch, range, rank, CountRow<Bits>{shared, row, segment, blocks});
+  const Kth kth = FindKth(shared.scratch, range, rank, KeysOfRow<Bits>{shared, row, segment, blocks});
   if (threadIdx.x == 0) shared.counts = {0, 0};
   __syncthreads();
   Counts mine = {0, 0};
@@ -305,70 +211,124 @@ __device__ Found FindInRow(Shared& shared, const Row<Bits>& row, Segment segment
   return {kth, before};
 }
 
-// The k best of one row's `visible` scores, by a cluster of so many blocks (a power of two up to 8).
+// Lists the selected positions of a segment from its list of keys.
+__device__ inline void EmitListed(Shared& shared, uint32_t places, int32_t position_of_place_0, const Found& found,
+                                  int32_t* positions) {
+  const uint32_t length = shared.counts.above;
+  const Kth kth = found.kth;
+  Emit(shared, places, position_of_place_0, found.before, kth.ties, positions, [&](uint32_t start) {
+    for (uint32_t i = threadIdx.x; i < length; i += kThreads) {
+      const uint32_t key = shared.keys[i], place = shared.places[i] - start;
+      if (key < kth.key || place >= kWindow) continue;
+      atomicOr((key > kth.key ? shared.bits.above : shared.bits.ties) + place / 32, 1u << (place % 32));
+    }
+  });
+}
+
+// The same from the row itself.
 template <typename Bits>
-__device__ void SelectFromRow(Shared& shared, const Bits* scores, uint32_t visible, uint32_t k, uint32_t blocks,
-                              int32_t* positions, uint32_t* kth_bits) {
+__device__ void EmitFromRow(Shared& shared, const Row<Bits>& row, Segment segment, int32_t position_of_place_0,
+                            const Found& found, int32_t* positions) {
+  constexpr uint32_t kPerVector = Row<Bits>::kPerVector;
+  const uint32_t places = (segment.last - segment.first) * kPerVector;
+  const Kth kth = found.kth;
+  Emit(shared, places, position_of_place_0, found.before, kth.ties, positions, [&](uint32_t start) {
+    const uint32_t first = segment.first + start / kPerVector;
+    const Segment window = {first, min(first + kWindow / kPerVector, segment.last)};
+    row.ForEachBatch(window, [&](const uint32_t(&keys)[kBatch], uint32_t visible_keys, uint32_t vector) {
+#pragma unroll
+      for (uint32_t e = 0; e < kBatch; ++e) {
+        if ((visible_keys >> e & 1) == 0 || keys[e] < kth.key) continue;
+        const uint32_t place = Row<Bits>::PlaceIn(vector - first, e);
+        atomicOr((keys[e] > kth.key ? shared.bits.above : shared.bits.ties) + place / 32, 1u << (place % 32));
+      }
+    });
+  });
+}
+
+// The k-th score, by the first block; no block leaves while another may read its memory.
+__device__ inline void Finish(Kth kth, uint32_t* kth_bits) {
+  if (BlockOfCluster() == 0 && threadIdx.x == 0) *kth_bits = ScoreBits(kth.key);
+  __syncwarp();
+  ClusterWait();
+}
+
+// The k best of one row's `visible` scores where the caller's marks list them: false, and nothing written, where too
+// few or too many positions are marked.
+template <typename Bits>
+__device__ bool SelectFromMarked(Shared& shared, const Row<Bits>& row, const uint32_t* above, uint32_t visible,
+                                 uint32_t k, uint32_t blocks, int32_t* positions, uint32_t* kth_bits) {
+  const uint32_t words = (visible + 31) / 32, each = (words + blocks - 1) / blocks, block = BlockOfCluster();
+  const Segment segment = {min(block * each, words), min((block + 1) * each, words)};
+  CollectMarked(shared, row, above, segment, visible);
+  ClusterSync();  // all lists and counts are complete
+  const Theirs theirs = ReadCounts(shared, blocks);
+  const uint32_t all = theirs.SumOfFirst(blocks).above;
+  if (all < k || all > kCapacity) {
+    ClusterSync();  // the counts have been read, and others may take their place
+    return false;
+  }
+  const Found found = FindAmongListed(shared, theirs, k, blocks);
+  EmitListed(shared, (segment.last - segment.first) * 32, static_cast<int32_t>(segment.first * 32), found, positions);
+  Finish(found.kth, kth_bits);
+  return true;
+}
+
+// The k best of one row's `visible` scores, by a cluster of so many blocks (up to 8).
+template <typename Bits>
+__device__ void SelectFromRow(Shared& shared, const Bits* scores, uint32_t visible, uint32_t k, Hint hint,
+                              uint32_t blocks, int32_t* positions, uint32_t* kth_bits) {
   const uint32_t block = BlockOfCluster();
   const Row<Bits> row(scores, visible);
   if (visible <= k) {
     if (block == 0) SelectAll(shared, row, visible, k, positions, kth_bits);
     return;  // the whole cluster: nobody waits
   }
-  const Segment segment = row.Part(block, blocks);
-  row.Prefetch(segment);
-  const uint32_t bracket = Bracket(shared, row, visible, k);
-  Collect(shared, row, segment, bracket);
-  ClusterSync();  // all lists and counts are complete
+  shared.scratch.ClearHistogram();
+  if (hint.above != nullptr) {
+    if (SelectFromMarked(shared, row, hint.above, visible, k, blocks, positions, kth_bits)) return;
+    hint.bound = 0;  // what misled those who marked would mislead here
+  }
 
-  const Theirs theirs = ReadCounts(shared, blocks);
-  const Counts all = theirs.SumOfFirst(blocks);
-  const KeyRange above_bracket = {bracket, __reduce_max_sync(kAllLanes, theirs.highest) - bracket - 1};
+  const Segment segment = row.Part(block, blocks);
+  bool is_bounded = hint.bound != 0 && visible > kCapacity;
+  if (!is_bounded) row.Prefetch(segment);
+  uint32_t bracket;
+  Theirs theirs;
+  Counts all;
+  for (;; is_bounded = false) {
+    bracket = is_bounded ? hint.bound : Bracket(shared, row, visible, k);
+    Collect(shared, row, segment, bracket);
+    ClusterSync();  // all lists and counts are complete
+    theirs = ReadCounts(shared, blocks);
+    all = theirs.SumOfFirst(blocks);
+    if (!is_bounded || (all.above <= kCapacity && k <= all.above + all.ties)) break;
+    ClusterSync();  // the counts have been read, and others may take their place
+  }
+
   const bool is_listed = k <= all.above && all.above <= kCapacity;
   Found found;
   if (is_listed) {
-    found = FindAmongListed(shared, theirs, above_bracket, k, blocks);
+    found = FindAmongListed(shared, theirs, k, blocks);
   } else if (all.above < k && k <= all.above + all.ties) {
     found = {{bracket, k - all.above}, theirs.SumOfFirst(block)};
     ClusterArrive();
   } else if (all.above >= k) {
-    found = FindInRow(shared, row, segment, above_bracket, k, blocks);
+    found = FindInRow(shared, row, segment, theirs.Range(), k, blocks);
   } else {
     // Below the bracket, which is no NaN's key then: nothing would be below that.
     found = FindInRow(shared, row, segment, KeyRange{0, bracket - 2}, k - all.above - all.ties, blocks);
   }
 
   constexpr uint32_t kPerVector = Row<Bits>::kPerVector;
-  const Kth kth = found.kth;
-  const uint32_t places = (segment.last - segment.first) * kPerVector;
   const int32_t position_of_place_0 =
       static_cast<int32_t>(segment.first * kPerVector) - static_cast<int32_t>(row.Begin());
   if (is_listed) {
-    const uint32_t length = shared.counts.above;
-    Emit(shared, places, position_of_place_0, found.before, kth.ties, positions, [&](uint32_t start) {
-      for (uint32_t i = threadIdx.x; i < length; i += kThreads) {
-        const uint32_t key = shared.keys[i], place = shared.places[i] - start;
-        if (key < kth.key || place >= kWindow) continue;
-        atomicOr((key > kth.key ? shared.bits.above : shared.bits.ties) + place / 32, 1u << (place % 32));
-      }
-    });
+    EmitListed(shared, (segment.last - segment.first) * kPerVector, position_of_place_0, found, positions);
   } else {
-    Emit(shared, places, position_of_place_0, found.before, kth.ties, positions, [&](uint32_t start) {
-      const uint32_t first = segment.first + start / kPerVector;
-      const Segment window = {first, min(first + kWindow / kPerVector, segment.last)};
-      row.ForEachBatch(window, [&](const uint32_t(&keys)[kBatch], uint32_t visible_keys, uint32_t vector) {
-#pragma unroll
-        for (uint32_t e = 0; e < kBatch; ++e) {
-          if ((visible_keys >> e & 1) == 0 || keys[e] < kth.key) continue;
-          const uint32_t place = Row<Bits>::PlaceIn(vector - first, e);
-          atomicOr((keys[e] > kth.key ? shared.bits.above : shared.bits.ties) + place / 32, 1u << (place % 32));
-        }
-      });
-    });
+    EmitFromRow(shared, row, segment, position_of_place_0, found, positions);
   }
-  if (block == 0 && threadIdx.x == 0) *kth_bits = ScoreBits(kth.key);
-  __syncwarp();
-  ClusterWait();  // no block leaves while another may read its memory
+  Finish(found.kth, kth_bits);
 }
 
 }  // namespace echo_ffi::top_k

@@ -34,6 +34,11 @@ ECHO_HOST_DEVICE constexpr uint32_t ScoreBits(uint32_t key) {
   return key <= kNanKey ? kNanBits : key & kZeroKey ? key ^ kZeroKey : ~key;
 }
 
+// The key of a bound with these float32 bits, or 0, below every key, where it is no finite number and says nothing.
+ECHO_HOST_DEVICE constexpr uint32_t BoundKey(uint32_t bits) {
+  return (bits & 0x7f800000u) == 0x7f800000u ? 0 : OrderKey(bits);
+}
+
 }  // namespace echo_ffi
 
 #endif  // ECHO_FFI_ORDER_H_

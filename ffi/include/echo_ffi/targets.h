@@ -56,6 +56,14 @@
 //   indexer.select: the k best of the first visible[n] scores of row n, in the order of scores of echo_jax/indexer.py,
 //   as ascending positions followed by -1, and the lowest selected score (-0 as +0; the NaN 0x7fc00000 where it is a NaN
 //   and where nothing is selected). visible[n] outside 0..P means the nearer end. A GPU refuses k above 4096.
+//
+// echo_bounded_top_k(score f32|bf16[N, P], visible i32[N], bound f32[N], above u32[N, W]; k i64)
+//     -> positions i32[N, k], kth_score f32[N]
+//   echo_top_k, sooner where the caller knows a score that somewhat more than k visible ones of a row exceed: its bound.
+//   Whatever that is, it changes what the call costs and nothing else. W = 0, or W = ceil(P / 32) and above holds the
+//   bound put to every score: bit p mod 32 of word p / 32 says score[n, p] > bound[n], at visible positions. That is a
+//   promise: where k bits or more are set, no other score is looked at. A row with fewer, and on a GPU one with more
+//   than 12,288, is selected from as a whole.
 #ifndef ECHO_FFI_TARGETS_H_
 #define ECHO_FFI_TARGETS_H_
 
@@ -65,7 +73,7 @@ namespace echo_ffi {
 
 // Raised whenever the arguments or the meaning of a target change; echo_jax/_ffi.py holds the same number and
 // refuses a library with another one.
-inline constexpr int32_t kLibraryVersion = 3;
+inline constexpr int32_t kLibraryVersion = 4;
 
 // In `source` of echo_recall: the bytes come from the host pool. Values >= 0 count rows of `new`, then of `staged`.
 inline constexpr int32_t kSourceHost = -1;

@@ -1,12 +1,20 @@
-// The operands of echo_top_k, seen and refused by their shapes alone, for every platform. Nothing here reads a score.
+// The operands of echo_top_k and echo_bounded_top_k, seen and refused by their shapes alone, for every platform.
+// Nothing here reads a score.
 #ifndef ECHO_FFI_TOP_K_H_
 #define ECHO_FFI_TOP_K_H_
 
 #include <cstdint>
 
+#include "echo_ffi/order.h"
 #include "echo_ffi/records.h"
 
 namespace echo_ffi {
+
+inline constexpr const char* kTopK = "echo_top_k";
+inline constexpr const char* kBoundedTopK = "echo_bounded_top_k";
+
+// Words of a row's marks, a bit for each position.
+ECHO_HOST_DEVICE constexpr int64_t WordsOfMarks(int64_t length) { return (length + 31) / 32; }
 
 struct TopKViews {
   const void* score = nullptr;
@@ -15,6 +23,8 @@ struct TopKViews {
   int64_t length = 0;    // P
   int64_t k = 0;
   const int32_t* visible = nullptr;
+  const float* bound = nullptr;     // [N], nullptr for none
+  const uint32_t* above = nullptr;  // [N, WordsOfMarks(P)], nullptr for none
   int32_t* positions = nullptr;
   float* kth_score = nullptr;
 };
@@ -49,6 +59,21 @@ inline ffi::Error ViewTopK(const char* target, ffi::AnyBuffer score, ffi::Buffer
   views->visible = visible.typed_data();
   views->positions = positions->typed_data();
   views->kth_score = kth_score->typed_data();
+  return ffi::Error::Success();
+}
+
+// The hints of the bounded form; the other operands have been seen before.
+inline ffi::Error ViewBound(const char* target, ffi::Buffer<ffi::F32> bound, ffi::Buffer<ffi::U32> above,
+                            TopKViews* views) {
+  ECHO_RETURN_IF_ERROR(SameLength(target, "axis 0 of score", views->rows, "bound", bound.element_count()));
+  const auto marks = above.dimensions();
+  const int64_t words = WordsOfMarks(views->length);
+  if (marks.size() != 2 || marks[0] != views->rows || (marks[1] != 0 && marks[1] != words)) {
+    return Refuse(target, ": above has shape ", Describe(marks), " but ", views->rows, " rows of ", views->length,
+                  " scores need [", views->rows, ", ", words, "], or [", views->rows, ", 0] where nothing is marked");
+  }
+  views->bound = bound.typed_data();
+  if (marks[1] != 0) views->above = above.typed_data();
   return ffi::Error::Success();
 }
 
