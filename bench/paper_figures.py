@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from bench import harness, paper
-from bench.replay import GRID
 from echo_jax.replay import cost
 from echo_jax.report import svg
 from echo_jax.report.svg import Series
@@ -140,9 +139,6 @@ def hit_rates(title: str, rows: Rows) -> Drawn:
     return Drawn(chart)
 
 
-_RATIO = re.compile(r"; ratio ([\d.]+) ")
-
-
 def gains(title: str, rows: Rows) -> Drawn:
     """What overlapping gains against the hit rate, at the paper's batch and context."""
     sizes = {"requests": 16, "context": 131_072, "top_k": 2048}
@@ -158,11 +154,13 @@ def gains(title: str, rows: Rows) -> Drawn:
     missing = []
     for place, records in enumerate(("bf16", "fp8")):
         found = []
-        for row in rows.values():
-            match = GRID.fullmatch(row.name)
-            is_here = match and match[1] == records and (row.shapes["seats"], row.shapes["length"]) == (16, 131_072)
-            if is_here and (ratio := _RATIO.search(row.notes)):
-                found.append((float(row.shapes["hit"]), float(ratio[1])))
+        for name, row in rows.items():
+            if not name.startswith(f"scores and recall, 16 x 131072, {records} records, hit rate "):
+                continue
+            turned = rows.get(name.removesuffix("fused") + "in turn")
+            if name.endswith(": fused") and turned is not None:
+                apart = min(row.shapes["indexer_us"] + row.shapes["link_us"], turned.value)
+                found.append((float(row.shapes["hit"]), apart / row.value))
         if found:
             lines.append(Series(f"H200, {records} records", sorted(found), place))
         else:

@@ -153,18 +153,19 @@ def lossy(names: tuple[str, ...]) -> None:
 
 # ---- the cost model against measured rows ----------------------------------------------------------------
 
-GRID = re.compile(r"scores with prefetch, \d+ x \d+, (\w+) records, hit rate [\d.]+")
-"""Names of the rows of bench/prefetch.py that a prediction is held against: each measured a fused call, whose time is
-its value, and says in its notes what the parts took alone and in turn."""
+WAYS = ("resident", "link", "in turn", "fused", "ahead")
+"""What bench/prefetch.py measures at a shape, a record format and a hit rate: the indexer alone, a recall alone, one
+after the other, scores with prefetch and a recall of what the cap left, and the same without a cap."""
 
-PARTS = {"indexer": "indexer alone", "recall": "recall alone", "in turn": "in turn"}
-_TIME = re.compile(r"(" + "|".join(PARTS.values()) + r") ([\d.]+) us")
+GRID = re.compile(
+    r"(?:scores and recall|scores with prefetch|cap \d+), \d+ x \d+, \w+ records, hit rate [\d.]+(?:: .+)?"
+)
 
 
 class Compared(NamedTuple):
     """One measured time beside its prediction; us."""
 
-    what: str  # "fused", or a name of PARTS
+    way: str
     where: str  # the row's name
     measured: float
     predicted: float
@@ -176,34 +177,33 @@ class Compared(NamedTuple):
 
 
 def compared(model: cost.CostModel, rows: Iterable[harness.Row]) -> Iterator[Compared]:
-    """Every time in the rows of GRID. A fused call takes as long as the longer of scoring and streaming; everything
-    that misses is staged, so no recall is left. With everything resident only the indexer is."""
+    """Every row of the grid, told by its name and its shapes: seats, length, records, misses and cap of a seat, way."""
     for row in rows:
-        if not (match := GRID.fullmatch(row.name)):
+        way = row.shapes.get("way")
+        if not GRID.fullmatch(row.name) or way not in WAYS:
             continue
-        size = RecordFormat(match[1], 512, 64).bytes_per_row
-        seats, length, misses = (int(row.shapes[name]) for name in ("seats", "length", "misses"))
-        indexer = float(model.indexer_us(seats * length))
+        size = RecordFormat(row.shapes["records"], 512, 64).bytes_per_row
+        seats, misses = int(row.shapes["seats"]), int(row.shapes["misses"])
+        staged = seats * min(misses, int(row.shapes["cap"]))
+        indexer = float(model.indexer_us(seats * int(row.shapes["length"])))
         recall = float(model.copy_us(seats * misses, size))
-        late = max(0.0, float(model.stream_us(seats * misses, size)) - indexer)
-        predicted = {"indexer": indexer, "recall": recall, "in turn": indexer + recall}
-        yield Compared("fused", row.name, row.value, indexer + late)
-        said = dict(_TIME.findall(row.notes))
-        for what, name in PARTS.items():
-            if name in said:  # "in turn nan us" is none: not measured at that shape
-                yield Compared(what, row.name, float(said[name]), predicted[what])
+        late = max(0.0, float(model.stream_us(staged, size)) - indexer)
+        overlapped = indexer + late + float(model.copy_us(seats * misses - staged, size))
+        predicted = {"resident": indexer, "link": recall, "in turn": indexer + recall}.get(way, overlapped)
+        yield Compared(way, row.name, row.value, predicted)
 
 
 def cost_error() -> None:
-    """G.cost_model_error: the fused calls; the parts alone and in turn are rows of their own."""
+    """G.cost_model_error: scores with prefetch, with and without a cap; everything else is a row of its own."""
     from bench.paper import latest
 
     model = cost.load("h200")
     found = list(compared(model, latest(harness.read_rows()).values()))
     if not found:
         sys.exit("no row of the grid is recorded; run `python -m bench.prefetch bench` on a GPU first")
-    for what in ("fused", *PARTS):
-        some = [one for one in found if one.what == what]
+    for what in ("fused", "resident", "link", "in turn"):
+        ways = ("fused", "ahead") if what == "fused" else (what,)
+        some = [one for one in found if one.way in ways]
         if not some:
             continue
         worst = max(some, key=lambda one: abs(one.error))

@@ -148,6 +148,11 @@ def test_every_lossy_rival_takes_part_and_all_rows_are_written(params, tmp_path,
     together = quality.judge(params, MODEL, texts, 3, 0, ["exact"])["exact"]
     assert rows["rivals: bits per byte, exact"].value == pytest.approx(np.mean(together.bits), abs=1e-4)
     assert together.bits[3] == pytest.approx(alone.bits[0], abs=1e-4) and together.missed_share == 0
+    led = quality.Text(texts[0].tokens, 3)  # judged by its last 3 bytes, after 5 that only lead up to them
+    state, tokens = quality._prefilled(params, CONFIG, [led], STEPS)
+    by_hand = jax.device_get(live.forced(params, state, tokens, config=CONFIG, rule=Exact())).bits[-3:, 0].mean()
+    judged = quality.judge(params, MODEL, [led], 3, STEPS - 3, ["exact"])["exact"]
+    assert judged.bits == [pytest.approx(float(by_hand), abs=1e-5)]
     with pytest.raises(SystemExit):
         quality.main(["bits", *sizes, "--rules", "quset", "--documents", str(document)])
     assert "rule 'quset' is unknown" in capsys.readouterr().err
