@@ -1,16 +1,18 @@
 """Sparse MLA on an H200: right, then how fast, against what the tensor cores can do and XLA's own form.
 
-    python -m bench.sparse_mla [check] [bench] [tune] [once]      (none: check, then bench)
+    python -m bench.sparse_mla [check] [bench] [tune] [once] [beyond]      (none: check, then bench)
 
-check  every case of `pallas_kernels.sparse_mla.cases` against its oracle: masks, values, each call twice, and the rows
-       in other slots; about 60 s
-bench  the claims E.b*, E.heads*, E.xla_ratio_b32, bf16 and FP8 records, the best of a few tunings; about 90 s; writes
-       rows
-tune   parts and clusters at five shapes, about 75 s; prints only
-once   a few calls of each format at B 8 and nothing else, for a profiler or compute-sanitizer
+check   every case of `pallas_kernels.sparse_mla.cases` against its oracle: masks, values, each call twice, and the rows
+        in other slots; one or two warpgroups that gather, equal to the bit; about 40 s
+bench   the claims E.b*, E.heads*, E.xla_ratio_b32, bf16 and FP8 records, the best of a few tunings; about 70 s; writes
+        rows
+tune    parts and clusters at four sizes, about 60 s; prints only
+once    a small call of each format and nothing else, for a profiler or compute-sanitizer
+beyond  one call whose list names a row far behind the pool: what compute-sanitizer must find
 
-It knows shapes, claims and how operations are counted: 2 * heads * k * (576 + 512) a query row. How time is taken is in
-`gpu_timing`, how a row is written in `harness`.
+Kernels are compiled by several threads, ahead of what is measured. The file knows shapes, claims and how operations are
+counted: 2 * heads * k * (576 + 512) a query row. How time is taken is in `gpu_timing`, how a row is written in
+`harness`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -27,7 +31,7 @@ from jax import lax
 
 import pallas_kernels
 from bench import events, gpu_timing, harness
-from pallas_kernels.sparse_mla import cases, dispatch
+from pallas_kernels.sparse_mla import cases, dispatch, mosaic_gpu
 from pallas_kernels.sparse_mla.mosaic_gpu import Tuning
 
 WIDTH, LATENT, K, CONTEXT = 576, 512, 2048, 65_536
@@ -37,21 +41,24 @@ FORMATS = ("bf16", "fp8")
 # Microseconds of FlashMLA 1.0.0 on an H200, FP8 records, 128 heads, by CUDA graph replay.
 FLASHMLA = {1: 20.7, 8: 29.8, 32: 66.3, 128: 188.8}
 CLAIMS = {
-    (1, 128): ("E.b1", "E.b1_goal"),
     (8, 128): ("E.b8", "E.b8_goal"),
     (32, 128): ("E.b32",),
     (128, 128): ("E.b128",),
+    (1, 128): ("E.b1", "E.b1_goal"),
     (8, 16): ("E.heads16_b8_us",),
     (32, 64): ("E.heads64_b32_us",),
 }
 TUNINGS = {
-    (1, 128): (Tuning(32, 8), Tuning(32), Tuning(16, 8)),
-    (8, 128): (Tuning(8, 8), Tuning(8)),
+    (8, 128): (Tuning(8), Tuning(8, 2), Tuning(8, 4)),
     (32, 128): (Tuning(2, 2), Tuning(2)),
-    (128, 128): (Tuning(1), Tuning(2, 2)),
-    (8, 16): (Tuning(16, 8), Tuning(8, 8)),
-    (32, 64): (Tuning(4, 4),),
+    (128, 128): (Tuning(1),),
+    (1, 128): (Tuning(32), Tuning(32, 2)),
+    (8, 16): (Tuning(16), Tuning(16, 2)),
+    (32, 64): (Tuning(4), Tuning(4, 2)),
 }
+# Where the other number of gathering warpgroups is tried too: two for bf16, one for FP8 records.
+OTHER_GATHERERS = {(8, 128): Tuning(8), (128, 128): Tuning(1)}
+THREADS = 8  # that compile
 FILE = "sparse_mla.jsonl"
 METHOD = "median of 30; L2 overwritten before each call; 2048 random rows out of 65536 a seat; query already in bf16"
 
@@ -70,13 +77,27 @@ class Shape:
     def gathered_bytes(self) -> int:
         return self.seats * K * BYTES[self.record_format]
 
+    @property
+    def pool(self) -> int:
+        """Rows. Above 32 seats, seats share 32 contexts: the pool stays at 2.4 GB."""
+        return min(self.seats, 32) * CONTEXT
+
+    def structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of `arguments`, to compile for."""
+        record, dtype = ((3, WIDTH // 3), jnp.bfloat16) if self.record_format == "bf16" else ((164,), jnp.uint32)
+        return (
+            jax.ShapeDtypeStruct((self.seats, 1, self.heads, WIDTH), jnp.bfloat16),
+            jax.ShapeDtypeStruct((self.pool, *record), dtype),
+            jax.ShapeDtypeStruct((self.seats, 1, K), jnp.int32),
+        )
+
     def describe(self) -> dict[str, Any]:
         return dict(seats=self.seats, heads=self.heads, k=K, records=self.record_format, context=CONTEXT)
 
 
 def arguments(shape: Shape) -> tuple[jax.Array, ...]:
-    """Query, pool and lists on the device. Above 32 seats, seats share 32 contexts: the pool stays at 2.4 GB."""
-    pool, distinct = min(shape.seats, 32) * CONTEXT, 4096
+    """Query, pool and lists on the device."""
+    pool, distinct = shape.pool, 4096
 
     @jax.jit
     def fill(key):
@@ -126,36 +147,71 @@ def xla_form(query, records, slots):
     return jax.vmap(row)(query[:, 0], slots[:, 0])
 
 
+def compiled(jobs: Sequence[tuple[str, Tuning, Sequence[Any]]]) -> Iterator[Any]:
+    """The kernel of each (format, tuning, arguments' shapes), in order; several threads compile ahead."""
+
+    def compile_one(job):
+        record_format, tuning, structs = job
+        return kernel(record_format, tuning).lower(*structs).compile()
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        yield from threads.map(compile_one, jobs)
+
+
 def check() -> None:
     print("check: largest error over what is allowed; then the same bits again, and from other slots", flush=True)
+    every = sorted(cases.FULL + cases.CORNERS, key=lambda case: (case.pool is not None, case.record_format != "fp8"))
+    with ThreadPoolExecutor(THREADS) as threads:
+        inputs = list(threads.map(cases.make, every))
+    wanted = [tunings_to_check(case) for case in every]
+    kernels = compiled(
+        [
+            (case.record_format, tuning, tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in given.arguments))
+            for case, given, some in zip(every, inputs, wanted, strict=True)
+            for tuning in some
+        ]
+    )
     failed = []
-    for case in cases.CORNERS + cases.FULL:
+    for case, given, some in zip(every, inputs, wanted, strict=True):
         started = time.perf_counter()
-        inputs = cases.make(case)
-        heads = -(-case.heads // 64)
-        tunings = [dispatch.tuned(len(case.listed) * len(case.listed[0]) * heads)]
-        if case.name == "verify" or cases.identifier(case).startswith("k_zero-fp8"):
-            tunings += [Tuning(1), Tuning(5), Tuning(2, 2)]
-        shares = []
-        for tuning in tunings:
-            attend = kernel(case.record_format, tuning)
-            on_device = jax.device_put(inputs.arguments)
+        shares, bits = [], {}
+        on_device = jax.device_put(given.arguments)
+        moved = None if case.pool else jax.device_put(given.permuted().arguments)
+        for tuning in some:
+            attend = next(kernels)
             first = jax.tree.map(np.asarray, attend(*on_device))
             try:
-                shares.append(inputs.judge(*first, tensor_core=True))
+                shares.append(given.judge(*first, tensor_core=True))
                 same_bits(first, attend(*on_device))
-                if case.pool is None:
-                    same_bits(first, attend(*jax.device_put(inputs.permuted().arguments)))
+                if moved is not None:
+                    same_bits(first, attend(*moved))
+                same_bits(first, bits.setdefault((tuning.splits, tuning.cluster), first))  # whoever gathers
             except AssertionError as error:
                 failed.append(f"{cases.identifier(case)} {describe(tuning)}")
                 print(f"  {cases.identifier(case)} {describe(tuning)}: {str(error).strip()[:300]}", flush=True)
-            del on_device
+        del on_device, moved
         seconds = time.perf_counter() - started
         text = "  ".join(f"{share:.4f}" for share in shares)
-        cut = " ".join(map(describe, tunings))
-        print(f"  {cases.identifier(case):32} parts/cluster {cut:20} {text:36} {seconds:5.1f} s", flush=True)
+        cut = " ".join(map(describe, some))
+        print(f"  {cases.identifier(case):32} parts/cluster {cut:22} {text:40} {seconds:5.1f} s", flush=True)
     if failed:
         raise SystemExit(f"{len(failed)} failed: {', '.join(failed)}")
+
+
+def tunings_to_check(case: cases.Case) -> list[Tuning]:
+    """The tuned one; for some cases other parts too, joined and combined, and the other number of gatherers."""
+    found = [dispatch.tuned(len(case.listed) * len(case.listed[0]) * -(-case.heads // 64))]
+    if case.name == "verify":
+        found += [Tuning(1), Tuning(1, 1, other_gatherers(case.record_format)), Tuning(2, 2)]
+    elif case.name == "k_zero":
+        found += [Tuning(2, 2), Tuning(5)]
+    elif case.name == "full":
+        found += [Tuning(8, 4), Tuning(32, 8)]
+    return found
+
+
+def other_gatherers(record_format: str) -> int:
+    return 3 - mosaic_gpu.GATHERERS[record_format]
 
 
 def same_bits(first: Any, second: Any) -> None:
@@ -168,46 +224,61 @@ def bench() -> None:
         "heads x B  records  parts/cluster   us by events [p10 p90]   kernels us   TFLOP/s  of 790   FlashMLA us",
         flush=True,
     )
-    for (seats, heads), claims in CLAIMS.items():
-        slower = None
-        for record_format in FORMATS:
-            shape = Shape(seats, heads, record_format)
-            inputs = arguments(shape)
-            tuning, times = best_tuning(shape, inputs)
-            event = events.event_time(kernel(record_format, tuning), *inputs)
-            if (seats, heads, record_format) == (32, 128, "bf16"):
-                write_ratio(times, inputs)
-            report(shape, tuning, event, times)
-            write(shape, tuning, event, times)
-            if slower is None or event.median > slower[0].median:
-                slower = event, shape, tuning
-            del inputs
-        assert slower is not None
-        event, shape, tuning = slower
-        for claim in claims:
-            harness.record(
-                claim,
-                value=event,
-                unit="us",
-                file=FILE,
-                shapes=dict(shape.describe(), **dataclasses.asdict(tuning)),
-                method="CUDA events around a call; " + METHOD,
-                fraction_of_limit=round(teraflops(shape, event.median) / BF16_TFLOPS, 4),
-                notes=f"the slower of bf16 and FP8 records; limit: {BF16_TFLOPS} TFLOP/s of bf16 matrix products",
-            )
+    shapes = [Shape(*size, record_format) for size in CLAIMS for record_format in FORMATS]
+    kernels = compiled([(shape.record_format, one, shape.structs()) for shape in shapes for one in tunings(shape)])
+    slower: tuple[harness.Measurement, Shape, Tuning] | None = None
+    for shape in shapes:
+        inputs = arguments(shape)
+        tuning, times = best_tuning(shape, inputs, kernels)
+        event = events.event_time(kernel(shape.record_format, tuning), *inputs)
+        if shape == Shape(32, 128, "bf16"):
+            write_ratio(times, inputs)
+        report(shape, tuning, event, times)
+        write(shape, tuning, event, times)
+        del inputs
+        if slower is None or event.median > slower[0].median:
+            slower = event, shape, tuning
+        if shape.record_format == FORMATS[-1]:
+            write_claims(*slower)
+            slower = None
 
 
-def best_tuning(shape: Shape, inputs: tuple[jax.Array, ...]) -> tuple[Tuning, gpu_timing.KernelTimes]:
-    timed = [
-        (tuning, gpu_timing.kernel_times(kernel(shape.record_format, tuning), *inputs))
-        for tuning in TUNINGS[shape.seats, shape.heads]
-    ]
+def write_claims(event: harness.Measurement, shape: Shape, tuning: Tuning) -> None:
+    """Of the slower format."""
+    for claim in CLAIMS[shape.seats, shape.heads]:
+        harness.record(
+            claim,
+            value=event,
+            unit="us",
+            file=FILE,
+            shapes=dict(shape.describe(), **cut_of(tuning)),
+            method="CUDA events around a call; " + METHOD,
+            fraction_of_limit=round(teraflops(shape, event.median) / BF16_TFLOPS, 4),
+            notes=f"the slower of bf16 and FP8 records; limit: {BF16_TFLOPS} TFLOP/s of bf16 matrix products",
+        )
+
+
+def tunings(shape: Shape) -> list[Tuning]:
+    found = list(TUNINGS[shape.seats, shape.heads])
+    if (other := OTHER_GATHERERS.get((shape.seats, shape.heads))) is not None:
+        found.append(dataclasses.replace(other, gatherers=other_gatherers(shape.record_format)))
+    return found
+
+
+def best_tuning(
+    shape: Shape, inputs: tuple[jax.Array, ...], kernels: Iterator[Callable[..., Any]]
+) -> tuple[Tuning, gpu_timing.KernelTimes]:
+    timed = [(tuning, gpu_timing.kernel_times(next(kernels), *inputs)) for tuning in tunings(shape)]
     print("     ", "   ".join(f"{describe(tuning)}: {times.total.median:.1f}" for tuning, times in timed), flush=True)
     return min(timed, key=lambda pair: pair[1].total.median)
 
 
+def cut_of(tuning: Tuning) -> dict[str, int]:
+    return {name: value for name, value in dataclasses.asdict(tuning).items() if value is not None}
+
+
 def describe(tuning: Tuning) -> str:
-    return f"{tuning.splits}/{tuning.cluster}"
+    return f"{tuning.splits}/{tuning.cluster}" + (f"g{tuning.gatherers}" if tuning.gatherers else "")
 
 
 def teraflops(shape: Shape, microseconds: float) -> float:
@@ -226,7 +297,7 @@ def report(shape: Shape, tuning: Tuning, event: harness.Measurement, times: gpu_
 
 
 def write(shape: Shape, tuning: Tuning, event: harness.Measurement, times: gpu_timing.KernelTimes) -> None:
-    common: dict[str, Any] = dict(unit="us", file=FILE, shapes=dict(shape.describe(), **dataclasses.asdict(tuning)))
+    common: dict[str, Any] = dict(unit="us", file=FILE, shapes=dict(shape.describe(), **cut_of(tuning)))
     what = f"sparse MLA, {shape.record_format}, {shape.heads} heads, B {shape.seats}"
     rate = shape.gathered_bytes / event.median * 1e-3
     harness.record(
@@ -263,31 +334,39 @@ def write_ratio(times: gpu_timing.KernelTimes, inputs: tuple[jax.Array, ...]) ->
 
 def tune() -> None:
     print("tune: kernel us (attend + combine) for each parts/cluster", flush=True)
-    for seats, heads in ((4, 128), (8, 128), (16, 128), (32, 128)):
-        for record_format in FORMATS if seats == 8 else ("fp8",):
-            inputs = arguments(Shape(seats, heads, record_format))
-            units = seats * heads // 64
-            found = []
-            for splits in (1, 2, 4, 8, 16, 32):
-                for cluster in sorted({1, min(splits, 8)}):
-                    if 60 <= units * splits <= 264:
-                        times = gpu_timing.kernel_times(
-                            kernel(record_format, Tuning(splits, cluster)), *inputs, repeats=15
-                        )
-                        parts = " + ".join(f"{one.median:.1f}" for _, one in times.kernels)
-                        found.append(f"{splits}/{cluster}: {times.total.median:.1f} ({parts})")
-            print(f"  {heads} x {seats:3} {record_format:>5}   " + "   ".join(found), flush=True)
-            del inputs
+    shapes = [Shape(seats, 128, record_format) for seats in (8, 32) for record_format in FORMATS]
+    shapes += [Shape(16, 128, "fp8"), Shape(4, 128, "fp8")]
+    kernels = compiled([(shape.record_format, cut, shape.structs()) for shape in shapes for cut in cuts(shape)])
+    for shape in shapes:
+        inputs, found = arguments(shape), []
+        for tuning in cuts(shape):
+            times = gpu_timing.kernel_times(next(kernels), *inputs, repeats=15)
+            parts = " + ".join(f"{one.median:.1f}" for _, one in times.kernels)
+            found.append(f"{describe(tuning)}: {times.total.median:.1f} ({parts})")
+        print(f"  {shape.heads} x {shape.seats:3} {shape.record_format:>5}   " + "   ".join(found), flush=True)
+        del inputs
+
+
+def cuts(shape: Shape) -> list[Tuning]:
+    units = shape.seats * shape.heads // 64
+    several = [splits for splits in (1, 2, 4, 8, 16, 32) if 60 <= units * splits <= 264]
+    return [Tuning(splits, cluster) for splits in several for cluster in sorted({1, min(splits, 2), min(splits, 4)})]
 
 
 def once() -> None:
     for record_format in FORMATS:
-        inputs = cases.make(cases.Case("once", record_format, ((2048,), (1000,)), places=2048, heads=128))
-        attend = kernel(record_format, Tuning(8, 4))
-        for _ in range(2):
-            out = attend(*jax.device_put(inputs.arguments))
+        inputs = cases.make(cases.Case("once", record_format, ((256,), (100,)), places=256, heads=64))
+        out = kernel(record_format, Tuning(4, 2))(*jax.device_put(inputs.arguments))
         print(record_format, inputs.judge(*out, tensor_core=True), "of what is allowed")
 
 
+def beyond() -> None:
+    inputs = cases.make(cases.Case("beyond", "fp8", ((64,),), places=64, heads=64))
+    query, records, slots = inputs.arguments
+    slots[0, 0, 5] = 2**20 * records.shape[0]
+    jax.block_until_ready(kernel("fp8", Tuning(1))(*jax.device_put((query, records, slots))))
+
+
 if __name__ == "__main__":
-    sys.exit(gpu_timing.run_parts(dict(check=check, bench=bench, tune=tune, once=once), sys.argv[1:]))
+    parts = dict(check=check, bench=bench, tune=tune, once=once, beyond=beyond)
+    sys.exit(gpu_timing.run_parts(parts, sys.argv[1:]))
