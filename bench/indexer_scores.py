@@ -88,7 +88,9 @@ def arguments(keys: str, seats: int, length: int) -> tuple[jax.Array, ...]:
         values = jax.random.normal(key, (distinct, PAGE, WIDTH))
         if keys == "bf16":
             return jnp.take(values.astype(jnp.bfloat16), jnp.arange(pool) % distinct, axis=0)
-        codes = lax.bitcast_convert_type((100 * values).astype(jnp.float8_e4m3fn), jnp.uint8)
+        # Beyond 448 there is no e4m3 value but NaN, which a stored key never holds.
+        codes = jnp.clip(100 * values, -448, 448).astype(jnp.float8_e4m3fn)
+        codes = lax.bitcast_convert_type(codes, jnp.uint8)
         scales = jnp.exp2(jnp.round(jax.random.normal(key, (distinct, PAGE)))) / 128
         scales = lax.bitcast_convert_type(scales, jnp.uint8).reshape(distinct, -1)
         page = jnp.concatenate([codes.reshape(distinct, -1), scales], axis=1)
@@ -230,6 +232,12 @@ def write(keys: str, seats: int, length: int, timed: Timed, limit: gpu_timing.Ba
         )
 
 
+def differing(scores: jax.Array, others: jax.Array) -> int:
+    """How many scores have other bits."""
+    bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint32)
+    return int(jnp.sum(bits(scores) != bits(others)))
+
+
 def tune() -> None:
     """Kernel time of each variant, and DeepGEMM's graph time beside it; AssertionError where two variants differ."""
     shapes = [
@@ -245,7 +253,8 @@ def tune() -> None:
             for name, score in [(name, future.result()) for name, future in compiled]:
                 time_us = gpu_timing.kernel_times(score, *inputs).total
                 scores = score(*inputs)
-                assert first is None or bool(jnp.array_equal(scores, first)), f"{name} has other scores"
+                wrong = 0 if first is None else differing(scores, first)
+                assert not wrong, f"{name}: {wrong} scores have other bits"
                 first = scores
                 print(f"  {name:36} {time_us.median:8.1f} [{time_us.p10:.1f} {time_us.p90:.1f}]", flush=True)
 
