@@ -204,6 +204,11 @@ def load(path: str | pathlib.Path) -> tuple[dict, bytes]:
         return header, file.read()
 
 
+def held_out_text(header: dict, raw: bytes, group: str | None = None) -> bytes:
+    """The held-out documents of a group, or of all, one after another, a zero byte after each."""
+    return b"".join(raw[d["start"] : d["stop"] + 1] for d in header["held_out"] if group in (None, d["group"]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pack the training corpus of echo-tiny")
     parser.add_argument("--out", default="out/corpus.xz", help="packed corpus to write")

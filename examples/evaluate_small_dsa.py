@@ -1,40 +1,87 @@
-"""Judges a byte-level DSA model on held-out documents: bits per byte by position, dense and sparse, and a look at text.
+"""Judges a byte-level DSA model: held-out text by position, dense and sparse; retrieval tasks by length; rows of both.
 
-Knows how text is cut and averaged; the forward pass is the expanded form of `echo_jax.models`, so no cache takes part.
+Knows how text is cut and averaged, and which number answers which claim. The forward pass is the expanded form of
+`echo_jax.models`, so no cache takes part; the tasks are `long_tasks.py`.
 
-    python examples/evaluate_small_dsa.py --model echo_jax/data/echo-tiny --corpus out/corpus.xz --contexts 2048
+    python examples/evaluate_small_dsa.py --corpus out/corpus.xz --contexts 2048 --windows 4          # a look, on a CPU
+    python examples/evaluate_small_dsa.py --corpus out/corpus.xz --contexts 8192 32768 \\
+        --lengths 1024 4096 8192 16384 32768 --record echo_tiny.jsonl                                  # all of it
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import concurrent.futures
 import math
-from collections.abc import Iterator
-from typing import Any
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import corpus as corpora
+import fast_attention
 import jax
 import jax.numpy as jnp
+import long_tasks
 import numpy as np
-import optax
 
 from echo_jax.checkpoints.safetensors import load_folder
 from echo_jax.models import dsa, expanded
 from echo_jax.models.config import DsaConfig
+from echo_jax.models.selection import Lesson
 
 BUCKETS = (0, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
 """Edges of the ranges of positions that are averaged apart."""
 
+FORMS = ("dense", "sparse")
+
+TOKENS_AT_ONCE = 131072
+"""In one forward pass; the masks of a sparse one take this times the context, in bytes, thrice."""
+
+
+class Verdict(NamedTuple):
+    """Of one form on B windows of T + 1 bytes."""
+
+    costs: jax.Array  # f32[B, T]  bits of each byte
+    is_right: jax.Array  # bool[B, T]  whether it was the most likely one
+    divergence: jax.Array  # f32[L]  of dense attention from the index scores, in nats
+    mass: jax.Array  # f32[L]  share of dense attention inside the selected set
+
+
+Judge = Callable[[dsa.Params, jax.Array], dict[str, Verdict]]
+
 
 def bits(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Bits each target byte costs, f32[B, T]; logits f32[B, T, 256], targets i32[B, T]."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets) * (1 / math.log(2))
+    """Bits each target byte costs, f32[B, T]; logits f32[B, T, V], targets i32[B, T]."""
+    hit = jax.nn.one_hot(targets, logits.shape[-1], dtype=logits.dtype)  # a product has no scatter in its gradient
+    return (jax.nn.logsumexp(logits, axis=-1) - (logits * hit).sum(axis=-1)) * (1 / math.log(2))
 
 
-def held_out_text(header: dict, raw: bytes, group: str) -> bytes:
-    """The held-out documents of a group one after another, a zero byte after each."""
-    return b"".join(raw[d["start"] : d["stop"] + 1] for d in header["held_out"] if d["group"] == group)
+def batch_of(context: int) -> int:
+    """Windows judged at once."""
+    return max(1, min(64, TOKENS_AT_ONCE // context))
+
+
+def judge_of(params: dsa.Params, config: DsaConfig, context: int, attention: expanded.Attention, batch: int) -> Judge:
+    """The compiled program for windows i32[batch, context + 1]; by form. Divergence and mass on every 16th query."""
+
+    def judge(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(context)[None], (batch, context))
+        found = {}
+        for form in FORMS:
+            result = expanded.forward(
+                params, tokens[:, :-1], positions, config, sparse=form == "sparse", distil=form == "dense",
+                block=256, extents=max(1, min(4, context // 2048)), attention=attention,
+                lesson=Lesson(min(16, context // 64), 0),
+            )  # fmt: skip
+            is_right = result.logits.argmax(axis=-1) == tokens[:, 1:]
+            found[form] = Verdict(bits(result.logits, tokens[:, 1:]), is_right, result.divergence, result.mass)
+        return found
+
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params)
+    return jax.jit(judge).lower(shapes, jax.ShapeDtypeStruct((batch, context + 1), jnp.int32)).compile()
 
 
 def windows_of(text: bytes, context: int, at_most: int, batch: int) -> np.ndarray:
@@ -46,53 +93,52 @@ def windows_of(text: bytes, context: int, at_most: int, batch: int) -> np.ndarra
     return np.stack(cut) if cut else np.zeros((0, context + 1), np.int32)
 
 
-def evaluate(
-    params: dsa.Params,
-    header: dict,
-    raw: bytes,
-    config: DsaConfig,
-    contexts: list[int],
-    at_most: int = 24,
-    batch: int = 4,
+def documents(
+    params: dsa.Params, header: dict, raw: bytes, context: int, at_most: int, judge: Judge, batch: int
 ) -> Iterator[dict[str, Any]]:
-    """One dict per context, group and form ("dense", "sparse") on at most so many windows.
+    """One dict per group and form, on at most so many windows of held-out text.
 
-    bpb, bpb_by_position; by layer kl (of attention from index scores, in nats) and mass (share of attention inside the
+    bpb, bpb_by_position; by layer kl (of dense attention from index scores, in nats) and mass (share of it inside the
     selected set). Windows follow each other in the concatenated documents, so one can begin inside a document.
     """
+    for group in header["groups"]:
+        cut = windows_of(corpora.held_out_text(header, raw, group), context, at_most, batch)
+        if not len(cut):
+            continue
+        parts = [judge(params, jnp.asarray(cut[i : i + batch])) for i in range(0, len(cut), batch)]
+        for form in FORMS:
+            costs = np.concatenate([np.asarray(part[form].costs) for part in parts])
+            found = {
+                "group": group, "form": form, "context": context, "windows": len(cut),
+                "bpb": round(float(costs.mean()), 4),
+                "bpb_by_position": {
+                    f"{low}-{high}": round(float(costs[:, low:high].mean()), 4)
+                    for low, high in zip(BUCKETS, BUCKETS[1:], strict=False)
+                    if low < context
+                },
+            }  # fmt: skip
+            if form == "dense":
+                for name, place in (("kl", 2), ("mass", 3)):
+                    by_layer = np.mean([np.asarray(part[form][place]) for part in parts], axis=0)
+                    found[name] = [round(float(value), 4) for value in by_layer]
+            yield found
 
-    @jax.jit
-    def measure(params, tokens):
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1] - 1)[None], (tokens.shape[0], tokens.shape[1] - 1))
-        found = {}
-        for form in ("dense", "sparse"):
-            result = expanded.forward(
-                params, tokens[:, :-1], positions, config, sparse=form == "sparse", distil=True,
-                block=256, extents=max(1, positions.shape[1] // 2048),
-            )  # fmt: skip
-            found[form] = (bits(result.logits, tokens[:, 1:]), result.divergence, result.mass)
-        return found
 
-    for context in contexts:
-        for group in header["groups"]:
-            cut = windows_of(held_out_text(header, raw, group), context, at_most, batch)
-            if not len(cut):
-                continue
-            parts = [measure(params, jnp.asarray(cut[i : i + batch])) for i in range(0, len(cut), batch)]
-            for form in ("dense", "sparse"):
-                costs = np.concatenate([np.asarray(part[form][0]) for part in parts])
-                by_layer = [np.mean([np.asarray(part[form][i]) for part in parts], axis=0) for i in (1, 2)]
-                yield {
-                    "group": group, "form": form, "context": context, "windows": len(cut),
-                    "bpb": round(float(costs.mean()), 4),
-                    "bpb_by_position": {
-                        f"{low}-{high}": round(float(costs[:, low:high].mean()), 4)
-                        for low, high in zip(BUCKETS, BUCKETS[1:], strict=False)
-                        if low < context
-                    },
-                    "kl": [round(float(value), 4) for value in by_layer[0]],
-                    "mass": [round(float(value), 4) for value in by_layer[1]],
-                }  # fmt: skip
+def retrieval(
+    params: dsa.Params, text: bytes, length: int, count: int, judge: Judge, batch: int, seed: int = 0
+) -> Iterator[dict[str, Any]]:
+    """One dict per task and form: the share of `count` windows whose whole answer is given, and of its bytes."""
+    for task in long_tasks.TASKS:
+        tokens, is_answer = long_tasks.examples(task, length + 1, text, -(-count // batch) * batch, seed)
+        parts = [judge(params, jnp.asarray(tokens[i : i + batch], jnp.int32)) for i in range(0, len(tokens), batch)]
+        asked = is_answer[:count, 1:]
+        for form in FORMS:
+            is_right = np.concatenate([np.asarray(part[form].is_right) for part in parts])[:count]
+            yield {
+                "task": task, "form": form, "length": length, "count": count,
+                "accuracy": round(float((is_right | ~asked).all(axis=1).mean()), 4),
+                "bytes_right": round(float(is_right[asked].mean()), 4),
+            }  # fmt: skip
 
 
 def continuation(params: dsa.Params, text: bytes, config: DsaConfig, prompt: int = 1500, new: int = 500) -> str:
@@ -116,18 +162,99 @@ def continuation(params: dsa.Params, text: bytes, config: DsaConfig, prompt: int
     return "\n".join(f"=== {name}\n{text}" for name, text in zip(("greedy", "temperature 0.7"), shown, strict=True))
 
 
+CLAIMS = {
+    ("passkey", 8192): "F.passkey_8k", ("passkey", 16384): "F.passkey_16k", ("kv", 4096): "F.kv_4k",
+    ("vt", 4096): "F.vt_4k", ("multikey", 8192): "F.multikey_8k",
+}  # fmt: skip
+CLAIMED_CONTEXT = 8192
+
+
+class Rows:
+    """Prints what is found, keeps it for the claims that need several numbers, and records it where a file is named."""
+
+    def __init__(self, file: str | None, model: str):
+        self.file, self.model = file, model
+        self.found: list[dict[str, Any]] = []
+
+    def add(self, name: str, value: float, unit: str, shapes: dict[str, Any], claim: str | None = None) -> None:
+        shown = " ".join(f"{key}={item}" for key, item in shapes.items())
+        print(f"{claim or name:34} {value:8.4f} {unit}  {shown}", flush=True)
+        self.found.append({"name": name, "value": value, **shapes})
+        if self.file:
+            root = str(pathlib.Path(__file__).resolve().parent.parent)
+            if root not in sys.path:
+                sys.path.append(root)
+            from bench import harness
+
+            harness.record(claim, name=name, value=value, unit=unit, file=self.file, shapes=shapes)
+
+    def add_documents(self, found: dict[str, Any]) -> None:
+        self.add("echo-tiny: held-out bits per byte", found.pop("bpb"), "bits/byte", found)
+
+    def add_task(self, found: dict[str, Any]) -> None:
+        claim = CLAIMS.get((found["task"], found["length"])) if found["form"] == "sparse" else None
+        name = f"echo-tiny: {found['task']}, whole answers right"
+        self.add(name, found.pop("accuracy"), "share", found, claim)
+
+    def conclude(self) -> None:
+        """The claims about text, from the windows of CLAIMED_CONTEXT bytes; nothing where there were none."""
+        judged = [row for row in self.found if row.get("context") == CLAIMED_CONTEXT]
+        shapes = {"context": CLAIMED_CONTEXT, "groups": sorted({row["group"] for row in judged})}
+        if judged:
+            means = [statistics.fmean(r["value"] for r in judged if r["form"] == form) for form in FORMS]
+            ratio = round(means[1] / means[0], 5)
+            self.add("echo-tiny: sparse over dense", ratio, "ratio", shapes, "F.bpb_sparse_over_dense")
+            mass = [share for row in judged if row["form"] == "dense" for share in row["mass"]]
+            over = shapes | {"over": "layers and groups"}
+            self.add("echo-tiny: mass", round(statistics.median(mass), 4), "share", over, "F.mass_median")
+        for row in judged:
+            if (row["group"], row["form"]) == ("python-docs", "sparse"):
+                self.add("echo-tiny: documentation", row["value"], "bits/byte", row | {"value": None}, "F.bpb_docs")
+        size = sum(path.stat().st_size for path in pathlib.Path(self.model).glob("*.safetensors"))
+        self.add("echo-tiny: weights", round(size / 1e6, 3), "MB", {"bytes": size}, "F.size_mb")
+
+
+def everything(args, rows: Rows) -> None:
+    """Documents and tasks, the short contexts first; programs are compiled side by side."""
+    config, params = load_folder(args.model)
+    params = jax.tree.map(jnp.asarray, params)
+    header, raw = corpora.load(args.corpus)
+    attention = fast_attention.best(config)
+    began = time.monotonic()
+    contexts = sorted({*args.contexts, *args.lengths})
+    batches = {c: min(args.batch or batch_of(c), args.windows if c in args.contexts else args.count) for c in contexts}
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(contexts))) as compiler:
+        judges = {c: compiler.submit(judge_of, params, config, c, attention, batches[c]) for c in contexts}
+        for context in contexts:
+            judge, batch = judges[context].result(), batches[context]
+            print(f"--- {context}: {time.monotonic() - began:.0f} s since the start", flush=True)
+            if time.monotonic() - began > args.limit_s:
+                print(f"no time for {context}", flush=True)
+                continue
+            if context in args.contexts:
+                for found in documents(params, header, raw, context, args.windows, judge, batch):
+                    rows.add_documents(found)
+            if context in args.lengths:
+                text = corpora.held_out_text(header, raw)
+                for found in retrieval(params, text, context, args.count, judge, batch):
+                    rows.add_task(found)
+    rows.conclude()
+    print(f"--- {time.monotonic() - began:.0f} s in all", flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Held-out bits per byte of a byte-level DSA model")
+    parser = argparse.ArgumentParser(description="Held-out text and retrieval tasks of a byte-level DSA model")
     parser.add_argument("--model", default="echo_jax/data/echo-tiny", help="Hugging Face folder")
     parser.add_argument("--corpus", default="out/corpus.xz", help="packed corpus of corpus.py")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048], help="window lengths, multiples of 256")
-    parser.add_argument("--windows", type=int, default=8, help="windows of each group at most")
-    parser.add_argument("--batch", type=int, default=1, help="windows at once")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[], help="windows of text, multiples of 1024")
+    parser.add_argument("--windows", type=int, default=24, help="windows of each group at most")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[], help="windows of tasks, multiples of 1024")
+    parser.add_argument("--count", type=int, default=64, help="windows of each task and length")
+    parser.add_argument("--batch", type=int, help="windows at once, in place of what an H200 holds")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="no context is begun after so many seconds")
+    parser.add_argument("--record", metavar="FILE", help="write rows to this file of bench/results (or ECHO_RESULTS)")
     args = parser.parse_args()
-    config, params = load_folder(args.model)
-    header, raw = corpora.load(args.corpus)
-    for row in evaluate(params, header, raw, config, args.contexts, args.windows, args.batch):
-        print(json.dumps(row), flush=True)
+    everything(args, Rows(args.record, args.model))
 
 
 if __name__ == "__main__":

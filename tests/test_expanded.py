@@ -9,6 +9,7 @@ import pytest
 
 from echo_jax.models import dsa, expanded
 from echo_jax.models.config import DENSE, FULL, MOE, SHARED, DsaConfig, RopeConfig
+from echo_jax.models.selection import Lesson
 
 CONFIG = DsaConfig(
     vocab_size=50,
@@ -140,21 +141,51 @@ def test_mass_is_the_share_of_attention_inside_the_selection(dense_and_sparse):
 
 
 def test_given_dense_attention_is_used(dense_and_sparse, params, tokens, positions):
-    def own(query, key, value, scale):
+    def own(query, key, value, mask, scale):
+        assert mask is None
         length = query.shape[1]
         causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool))[None], (BATCH, length, length))
         return expanded.attend(query, key, value, causal, scale)[0]
 
     @functools.partial(jax.jit, static_argnames="attention")
     def through(attention):
-        found = expanded.forward(
-            params, tokens, positions, CONFIG, sparse=False, distil=False, dense_attention=attention
-        )
+        found = expanded.forward(params, tokens, positions, CONFIG, sparse=False, distil=False, attention=attention)
         return found.logits
 
     plain = dense_and_sparse[0].logits
     assert_close(plain, through(own))
     assert jnp.abs(plain - through(lambda *inputs: 2 * own(*inputs))).max() > 1e-2
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_through_a_given_attention_and_on_few_queries(dense_and_sparse, params, tokens, positions, sparse):
+    """A given attention gets the selection as its mask; every second query teaches half of what all of them do."""
+
+    def own(query, key, value, mask, scale):
+        length = query.shape[1]
+        causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool))[None], (BATCH, length, length))
+        return expanded.attend(query, key, value, causal if mask is None else mask, scale)[0]
+
+    @functools.partial(jax.jit, static_argnames="every")
+    def through(every, phase, weights):
+        return expanded.forward(
+            params, tokens, positions, CONFIG, sparse=sparse, distil=True, block=4, extents=3, attention=own,
+            lesson=Lesson(every, phase), weights=weights,
+        )  # fmt: skip
+
+    ones = jnp.ones((BATCH, LENGTH), jnp.float32)
+    found = through(1, 0, ones)
+    assert_close(found.logits, dense_and_sparse[int(sparse)].logits)
+    if not sparse:
+        assert_close(found.divergence, dense_and_sparse[0].divergence)
+        assert_close(found.mass, dense_and_sparse[0].mass)
+        return
+    assert (found.mass < 0.999).all()  # it is dense attention that teaches
+    halves = [through(2, phase, ones) for phase in (0, 1)]
+    assert_close((halves[0].divergence + halves[1].divergence) / 2, found.divergence)
+    assert jnp.abs(halves[0].divergence - halves[1].divergence).min() > 1e-3
+    even = jnp.broadcast_to((jnp.arange(LENGTH) % 2 == 0).astype(jnp.float32)[None], ones.shape)
+    assert_close(through(1, 0, even).divergence, halves[0].divergence)
 
 
 @pytest.mark.parametrize("k", [1, 5, 40])

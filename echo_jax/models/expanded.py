@@ -1,8 +1,8 @@
 """The same attention in its textbook form: per-head keys and values, masks over whole sequences, no cache.
 
-Training runs on this form, and tests hold the absorbed form of `dsa` against it. Knows how an indexer is taught: its
-scores are pulled towards the attention distribution, by gradients that reach nothing but the indexer. Knows no
-optimiser, no data and no cache; an expanded key or value is never stored.
+Training runs on this form, and tests hold the absorbed form of `dsa` against it. Attention goes in blocks of queries,
+which gives whatever is asked for, or through a faster one that is given. Which keys are selected and how the indexer
+is taught is `selection`. Knows no optimiser, no data and no cache; an expanded key or value is never stored.
 
 Letters: B sequences, T queries, S keys, H heads, G index heads, X experts, E hidden size.
 """
@@ -19,12 +19,24 @@ from jax import lax
 from echo_jax.models import dsa
 from echo_jax.models.config import DENSE, MOE, DsaConfig
 from echo_jax.models.dsa import Params
+from echo_jax.models.selection import (
+    MASKED,
+    Indexer,
+    Lesson,
+    blocks_of,
+    index_divergence,
+    index_scores,
+    precision,
+    selected_keys,
+    selected_mask,
+    taught,
+)
 
-DenseAttention = Callable[[jax.Array, jax.Array, jax.Array, float], jax.Array]
-"""(query [B, T, H, d], key [B, T, H, d], value [B, T, H, v], scale) -> causal attention [B, T, H, v]."""
+Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, float], jax.Array]
+"""(query [B, T, H, d], key [B, T, H, d], value [B, T, H, v], mask bool[B, T, T] or None, scale) -> [B, T, H, v]: causal
+attention to the keys that the mask allows, to all before a query and itself where there is none."""
 
-MASKED = -1e30
-"""Logit of a key that a query may not see; finite, so that no gradient is NaN."""
+EVERY_QUERY = Lesson(every=1, phase=0)
 
 
 class ExpandedInputs(NamedTuple):
@@ -34,14 +46,6 @@ class ExpandedInputs(NamedTuple):
     key: jax.Array  # [N, H, nope + rope]  the rotated part is the same for every head
     value: jax.Array  # [N, H, v]
     q_latent: jax.Array  # [N, Q]  normed query latent, which the indexer's query starts from
-
-
-class Indexer(NamedTuple):
-    """The lightning indexer's side of `B` sequences."""
-
-    query: jax.Array  # [B, T, G, D_i]  activation dtype
-    weights: jax.Array  # f32[B, T, G]  scale factors folded in
-    key: jax.Array  # [B, S, D_i]  activation dtype
 
 
 class Forward(NamedTuple):
@@ -63,7 +67,9 @@ def forward(
     distil: bool,
     block: int = 512,
     extents: int = 1,
-    dense_attention: DenseAttention | None = None,
+    attention: Attention | None = None,
+    lesson: Lesson = EVERY_QUERY,
+    weights: jax.Array | None = None,
 ) -> Forward:
     """The whole transformer over tokens i32[B, T] at positions i32[B, T] (rising along T).
 
@@ -72,11 +78,13 @@ def forward(
     only the indexer: hidden state, query latent and attention distribution enter it as constants.
     block, extents: queries are taken `block` at a time; keys are cut to the first 1/extents, 2/extents, ... of the
     sequence where the causal mask allows. Neither changes the result beyond rounding.
-    dense_attention: a faster causal attention, used where neither sparse nor distil needs the distribution.
+    attention: a faster causal attention, which does not tell its distribution. With it the indexer is taught by the
+    dense distribution, sparse or not, on the queries of `lesson`, each counted by weights f32[B, T]; without it by the
+    distribution that the query attends with, on all queries alike.
     """
     batch, length = tokens.shape
     flat = positions.reshape(-1)
-    x = dsa.embed(params, tokens.reshape(-1), config)
+    x = embed(params, tokens.reshape(-1), config)
     divergences, masses, loads = [], [], []
     shared: Indexer | None = None
     for layer, mlp_kind in zip(params["layers"], config.mlp_kinds, strict=True):
@@ -84,14 +92,17 @@ def forward(
         inputs = expanded_inputs(layer, normed, flat, config)
         query, key, value = (a.reshape(batch, length, *a.shape[1:]) for a in inputs[:3])
         divergence = mass = jnp.zeros((), jnp.float32)
-        if dense_attention is not None and not (sparse or distil):
-            attended = dense_attention(query, key, value, config.attention_scale)
-        else:
-            if "indexer" in layer and (sparse or distil):
-                shared = _indexer(layer, normed, inputs.q_latent, flat, config, (batch, length))
+        if "indexer" in layer and (sparse or distil):
+            shared = _indexer(layer, normed, inputs.q_latent, flat, config, (batch, length))
+        if attention is None:
             attended, divergence, mass = causal_attention(
                 query, key, value, shared, config, sparse=sparse, distil=distil, block=block, extents=extents
             )
+        else:
+            mask = selected_keys(shared, config.index_topk, block, extents) if sparse and shared is not None else None
+            attended = attention(query, key, value, mask, config.attention_scale)
+            if distil and shared is not None:
+                divergence, mass = taught(query, key, shared, mask, weights, lesson, config, block)
         attended = attended.reshape(batch * length, *attended.shape[2:])
         x = x + dsa.product("nhv,hve->ne", attended, layer["attention"]["o"])
         normed = dsa.rms_norm(x, layer["post_norm"], config.rms_norm_eps)
@@ -106,6 +117,14 @@ def forward(
     logits = dsa.logits(params, x, config).reshape(batch, length, -1)
     load = jnp.stack(loads) if MOE in config.mlp_kinds else jnp.zeros((0, config.num_experts), jnp.float32)
     return Forward(logits, jnp.stack(divergences), jnp.stack(masses), load)
+
+
+def embed(params: Params, tokens: jax.Array, config: DsaConfig) -> jax.Array:
+    """`dsa.embed` as a product: the gradient of a gather adds all tokens of a kind to one row, in bf16, one at a time.
+
+    Ones and zeros times the table, accumulated in f32, are the table's rows to the bit.
+    """
+    return dsa.product("nv,ve->ne", jax.nn.one_hot(tokens, config.vocab_size, dtype=config.dtype), params["embed"])
 
 
 def expanded_inputs(layer: Params, x: jax.Array, positions: jax.Array, config: DsaConfig) -> ExpandedInputs:
@@ -154,10 +173,7 @@ def causal_attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention [B, T, H, v], mean divergence and mean mass, in blocks of queries that are recomputed backwards."""
     batch, length = query.shape[:2]
-    block = min(block, length)
-    extents = min(extents, length // block)
-    if length % (block * extents):
-        raise ValueError(f"{length} positions are not a multiple of {block} x {extents}; change block or extents")
+    block, extents = blocks_of(length, block, extents)
 
     def one_block(start, query, index_query, index_weights, key, value, index_key):
         rows = start + jnp.arange(block)
@@ -206,8 +222,8 @@ def attend(
 
     Returns the attended values [B, T, H, v] and the attention distribution f32[B, T, S], the mean over heads.
     """
-    precision = _precision(query)
-    logits = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32, precision=precision)
+    full = precision(query)
+    logits = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32, precision=full)
     allowed = jnp.broadcast_to(mask[:, None], logits.shape)
     probabilities = jax.nn.softmax(jnp.where(allowed, logits * scale, MASKED), axis=-1)
     out = jnp.einsum(
@@ -215,57 +231,9 @@ def attend(
         probabilities.astype(value.dtype),
         value,
         preferred_element_type=jnp.float32,
-        precision=precision,
+        precision=full,
     )
     return out.astype(value.dtype), probabilities.mean(axis=1)
-
-
-def index_scores(query: jax.Array, weights: jax.Array, key: jax.Array) -> jax.Array:
-    """score(t, s) = sum_g weights[t, g] relu(query[t, g] . key[s]); f32[B, T, S], visible or not."""
-    products = jnp.einsum("btgd,bsd->bgts", query, key, preferred_element_type=jnp.float32, precision=_precision(query))
-    return (jax.nn.relu(products) * jnp.moveaxis(weights, 2, 1)[..., None]).sum(axis=1)
-
-
-def selected_mask(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
-    """The k best visible keys of each query, bool[..., S]; all visible ones where they are at most k.
-
-    Exact, equal scores to the lower position. No sort: the k-th largest score is found bit by bit, by counting, on
-    the order-keeping integer image of the floats.
-    """
-    bits = lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.uint32)
-    top = jnp.uint32(0x80000000)
-    bits = jnp.where(bits == top, jnp.uint32(0), bits)  # -0 equals +0; told by bits, since a subnormal is no zero
-    image = jnp.where(bits >= top, ~bits, bits | top)
-    image = jnp.where(visible, image, jnp.uint32(0))  # below every float, NaN with the sign bit aside
-
-    def at_least(threshold):
-        return (image >= threshold[..., None]).sum(axis=-1, dtype=jnp.int32)
-
-    def raise_threshold(i, threshold):
-        candidate = threshold | lax.shift_right_logical(top, i.astype(jnp.uint32))
-        return jnp.where(at_least(candidate) >= k, candidate, threshold)
-
-    kth = lax.fori_loop(0, 32, raise_threshold, jnp.zeros(scores.shape[:-1], jnp.uint32))
-    above = image > kth[..., None]
-    tied = visible & (image == kth[..., None])
-    room = k - above.sum(axis=-1, dtype=jnp.int32)
-
-    def first_tied(_):
-        return tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room[..., None])
-
-    has_surplus = (tied.sum(axis=-1, dtype=jnp.int32) > room).any()
-    return above | lax.cond(has_surplus, first_tied, lambda _: tied, None)
-
-
-def _precision(operand: jax.Array) -> lax.Precision | None:
-    return lax.Precision.HIGHEST if operand.dtype == jnp.float32 else None
-
-
-def index_divergence(scores: jax.Array, distribution: jax.Array, mask: jax.Array) -> jax.Array:
-    """KL(distribution || softmax of the scores over the mask) of each query, f32[B, T], in nats."""
-    log_foreseen = jax.nn.log_softmax(jnp.where(mask, scores, MASKED), axis=-1)
-    surprise = jnp.log(jnp.maximum(distribution, 1e-20)) - log_foreseen
-    return jnp.where(mask, distribution * surprise, 0.0).sum(axis=-1)
 
 
 def mixture(weights: Params, x: jax.Array, config: DsaConfig) -> tuple[jax.Array, jax.Array]:
