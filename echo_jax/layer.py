@@ -17,7 +17,7 @@ from jax import lax
 
 from echo_jax import attend, indexer, recall, threshold
 from echo_jax.config import CacheConfig
-from echo_jax.indexer import Selection
+from echo_jax.indexer import Bound, Selection
 from echo_jax.pool import Nomination
 from echo_jax.recall import StepView
 from echo_jax.stats import Moved
@@ -79,10 +79,10 @@ def echo_layer(
         state = append(config, state, view, inputs)
         if config.offload:
             assert host_pool is not None
-            score, staging = score_and_prefetch(config, state, host_pool, layer, view, inputs)
+            score, staging, bound = score_and_prefetch(config, state, host_pool, layer, view, inputs)
         else:
-            score = score_positions(config, state, view, inputs)
-        selection = select(config, view, score, selector)
+            score, bound = score_positions(config, state, view, inputs), None
+        selection = select(config, view, score, selector, bound)
         scores = jnp.take_along_axis(score, jnp.maximum(selection.positions, 0), axis=-1)
     else:
         selection, scores = shared.selection, shared.scores
@@ -111,18 +111,22 @@ def append(config: CacheConfig, state: LayerState, view: StepView, inputs: Layer
 
 def score_and_prefetch(
     config: CacheConfig, state: LayerState, host_pool: jax.Array, layer: jax.Array, view: StepView, inputs: LayerInputs
-) -> tuple[jax.Array, Staging]:
-    """The scores of `score_positions`, and the rows above the predicted threshold copied ahead, together or in turn."""
+) -> tuple[jax.Array, Staging, Bound | None]:
+    """The scores of `score_positions`, and the rows above the predicted threshold copied ahead, together or in turn.
+
+    Together, and with one new token a seat, the scorer also says which scores are above it: a hint to `select`.
+    """
     predicted = threshold.predict(config.threshold, state.threshold, config.seats)
     if not config.prefetches_in_scorer:
         score = score_positions(config, state, view, inputs)
-        return score, recall.prefetch(config, state, host_pool, layer, view, score, predicted)
+        return score, recall.prefetch(config, state, host_pool, layer, view, score, predicted), None
     assert state.slots is not None
     operands, wanted = scorer_operands(config, state, view, inputs)
     cap = recall.prefetch_cap(config, view)
     arguments: Any = (*operands, predicted, view.lengths, cap, state.slots.slot_of, host_pool, layer)
     found = indexer_prefetch(*arguments, staging=config.staging, implementation=wanted)
-    return lax.optimization_barrier(found.scores), Staging(found.rows, found.records, found.refused)
+    bound = Bound(predicted, found.above) if config.tokens_per_step == 1 else None
+    return lax.optimization_barrier(found.scores), Staging(found.rows, found.records, found.refused), bound
 
 
 def score_positions(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> jax.Array:
@@ -146,10 +150,12 @@ def page_numbers(rows: jax.Array) -> jax.Array:
     return rows[:, ::PAGE] // PAGE
 
 
-def select(config: CacheConfig, view: StepView, score: jax.Array, selector: Selector | None) -> Selection:
-    """The selector's choice for every query, i32[B, T, K]; the exact top-k without one."""
+def select(
+    config: CacheConfig, view: StepView, score: jax.Array, selector: Selector | None, bound: Bound | None = None
+) -> Selection:
+    """The selector's choice for every query, i32[B, T, K]; the exact top-k without one, whatever the bound."""
     if selector is None:
-        selector = functools.partial(indexer.select, implementation=config.top_k_implementation)
+        selector = functools.partial(indexer.select, implementation=config.top_k_implementation, bound=bound)
     flat = selector(score.reshape(-1, score.shape[-1]), view.visible.reshape(-1), config.top_k)
     positions = flat.positions.reshape(*score.shape[:2], -1)
     missing = config.top_k - positions.shape[-1]  # a context shorter than K lists fewer

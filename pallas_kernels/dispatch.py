@@ -78,6 +78,7 @@ def indexer_prefetch(
     layer: jax.Array,
     *,
     staging: int,
+    blank: tuple[jax.Array, jax.Array] | None = None,
     implementation: Implementation = None,
     tuning: mosaic_gpu.Tuning | None = None,
     interpret: Any = None,
@@ -97,6 +98,7 @@ def indexer_prefetch(
     host_pool      [L, N_H, *record]  records of whole 4-byte words, in device or pinned host memory; only read
     layer          i32[]         in 0 .. L - 1, the caller's promise
     staging        S, at least 1: places of a seat
+    blank          `indexer_prefetch.ahead.blank(B, S)`, for who wants it made early; it is written to in place
 
     The reference needs a pool in device memory. `mosaic_gpu` covers what it covers in `indexer_scores`, takes pools in
     either memory, inside a jitted function and not under vmap, and reads pinned ones over the link without a copy.
@@ -121,7 +123,7 @@ def indexer_prefetch(
         tuning = tuned(pages.dtype == jnp.uint8, page_numbers.size, "indexer_prefetch")
     return prefetch_mosaic_gpu.score_and_prefetch(
         *(query, weights, pages, page_numbers, visible, threshold, lengths, cap, slot_of, host_pool, layer, staging),
-        *(tuning, interpret),
+        *(tuning, interpret, blank),
     )
 
 

@@ -10,10 +10,10 @@ store as its bits, so no barrier lies between the roles either.
     word of (tile of the block, math warpgroup, warp):   bit 4 q + h   position 16 warp + 8 h + q of the page, h = 0, 1
                                                          bit 4 q + 2   the tile is scored
 
-The prefetch role is one warpgroup whose warps work alone, each on every fourth tile of the block. A lane takes half a
-word, one candidate at a time: 32 looks into slot_of are under way together. What is old and absent is counted with one
-atomic addition for the warp, which gives each candidate a place in its seat's staging; those under the cap are written
-down and copied by the whole warp, two records at a time, 16 bytes a lane and load.
+The prefetch role is a few warpgroups whose warps work alone, with eight of them each on every eighth tile of the block.
+A lane takes half a word, one candidate at a time: 32 looks into slot_of are under way together. What is old and absent
+is counted with one atomic addition for the warp, which gives each candidate a place in its seat's staging; those under
+the cap are written down and copied by the whole warp, several records as one line of words, 16 bytes a lane and load.
 
 The interpreter cannot run PTX: it has a body of its own for each of the three functions below, with the same contract,
 and a barrier for each page of each tile in place of the marks.
@@ -24,24 +24,38 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.indexer_prefetch.reference import NO_SLOT
+from pallas_kernels.indexer_prefetch.reference import NO_ROW, NO_SLOT
 from pallas_kernels.indexer_scores import mosaic_gpu as scores
 from pallas_kernels.indexer_scores.mosaic_gpu import PAGE, ROWS
 
 WARPS = 4  # of a warpgroup
 THREADS = 128
+NAP_NS = 200  # between two looks at a tile that is not scored yet
 CANDIDATES = 0x11111111  # the bits of h = 0
 MARKED = 0x44444444
 EVERY_LANE = "0xffffffff"
 FIRST_LANE = "setp.eq.u32 is_first, lane, 0;"
 NO_CANDIDATES = -1  # what a seat's count starts from: the padding of its list, so that one fill serves both
-LOADS = 3  # of one record that a lane has in flight
+LOADS = 6  # that a lane has in flight
+ROWS_TOGETHER = 4  # records that a warp moves at once, where so many loads do
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning(scores.Tuning):
+    """How the work is cut, and who fetches.
+
+    fetchers    warpgroups of the prefetch role: 1, 2 or 4. Beside four that score and one that loads, two leave 72
+                registers a thread
+    """
+
+    fetchers: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +65,7 @@ class Shape(scores.Shape):
     pages_per_math is 1: a warp's word holds the 16 positions that it has of one page.
     """
 
+    fetchers: int
     staging: int
     host_rows: int
     record: tuple[int, ...]
@@ -64,7 +79,21 @@ class Shape(scores.Shape):
     @property
     def most_tiles(self) -> int:
         """Of one block."""
-        return -(-self.seats * self.tiles // self.tuning.blocks)
+        return -(-self.seats * self.runs // self.tuning.blocks) * self.tuning.run
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What one lane moves at a time. Records lie one after another from an aligned address on."""
+        return next(size for size in (16, 8, 4) if self.record_bytes % size == 0)
+
+    @property
+    def chunks(self) -> int:
+        """Of a record."""
+        return self.record_bytes // self.chunk_bytes
+
+    @property
+    def rows_together(self) -> int:
+        return max(1, min(ROWS_TOGETHER, 32 * LOADS // self.chunks))
 
     @property
     def stages(self) -> int:
@@ -88,9 +117,15 @@ class Ahead:
     candidates: Any  # i32[B]  NO_CANDIDATES + how many there are so far
     rows: Any  # i32[B, S], NO_ROW at first
     records: Any
+    above: Any  # u32[B, 2 N]
     verdicts: Any  # i32[most_tiles * words]; interpreted, i32[most_tiles, tokens]
     verdicts_cleared: Any  # None when interpreted
     page_scored: Any  # [most_tiles * math], only when interpreted
+
+
+def blank(seats: int, staging: int) -> tuple[jax.Array, jax.Array]:
+    """Written before the kernel starts: what atomics count from, i32[B], and lists of nothing, i32[B, S]."""
+    return jnp.full((seats,), NO_CANDIDATES, jnp.int32), jnp.full((seats, staging), NO_ROW, jnp.int32)
 
 
 def scratch(shape: Shape) -> dict[str, Any]:
@@ -112,9 +147,11 @@ class Watched:
     def __setitem__(self, at: tuple[Any, int, Any], values: Any) -> None:
         seat, row, positions = at
         self.out[at] = values
-        linear = seat * self.shape.tiles + positions.start // self.shape.tokens
+        tuning, tile = self.shape.tuning, positions.start // self.shape.tokens
+        linear = seat * self.shape.runs + tile // tuning.run
+        index = linear // tuning.blocks * tuning.run + tile % tuning.run
         page = positions.start % self.shape.tokens // PAGE
-        mark(self.shape, self.ahead, seat, row, linear // self.shape.tuning.blocks, page, values)
+        mark(self.shape, self.ahead, seat, row, index, page, values)
 
 
 # The math role's part.
@@ -200,7 +237,7 @@ def clearing(shape: Shape) -> str:
 
 
 def wait_for_clear(shape: Shape, ahead: Ahead) -> None:
-    """Before the first verdict."""
+    """Before the first verdict is left, and before the first is looked for: what lies there may look like one."""
     if not shape.is_interpreted:
         plgpu.barrier_wait(ahead.verdicts_cleared)
 
@@ -221,7 +258,7 @@ def prefetch(shape: Shape, ahead: Ahead, page_numbers: Any) -> None:
 
     references = (
         *(ahead.verdicts, page_numbers, ahead.lengths, ahead.cap, ahead.slot_of, ahead.pool, ahead.layer),
-        *(ahead.candidates, ahead.rows, ahead.records),
+        *(ahead.candidates, ahead.rows, ahead.records, ahead.above),
     )
     types = (plgpu.RefType(),) * len(references) + (plgpu.Layout.WG_SPLAT,) * 2
     block = lax.axis_index("block")
@@ -232,34 +269,39 @@ def program(shape: Shape) -> str:
     """What every thread of the prefetch role runs. Operands: the references in order, the block, its tiles.
 
     Every branch is taken by a whole warp. The names: `part`, the math warpgroup that scored this lane's word; `offset`,
-    where its half begins in its page; `left`, its candidates not yet looked at; `votes`, lanes of the warp.
+    where its half begins in its page; `left`, its candidates not yet looked at; `votes`, lanes of the warp; `marks`, the
+    8 bits of the half close together, a byte of `above`.
     """
-    every, size = EVERY_LANE, shape.record_bytes
+    every, size, warps = EVERY_LANE, shape.record_bytes, shape.fetchers * WARPS
+    run, runs = shape.tuning.run, shape.runs
     return f"""{{
-      .reg .pred is_done, is_word, is_there, has, wanted, more, is_first, is_pair;
+      .reg .pred is_done, is_word, is_there, has, wanted, more, is_first, is_next;
       .reg .b32 lane, warp, word, half, part, offset, index, linear, seat, tile, page, number, length, cap, layer, at;
-      .reg .b32 left, first_position, first_row, bit, position, row, slot, votes, count, rank, place, one, other;
-      .reg .b32 row0, row1, place0, place1, lane_bytes, chunk;
-      .reg .b64 address, of_layer, from0, from1, to0, to1, in_record;  .reg .b32 v<{2 * LOADS * 4}>;
-      .reg .pred in0, in1;
-      mov.u32 lane, %laneid;  mov.u32 warp, %tid.x;  shr.u32 warp, warp, 5;  and.b32 warp, warp, {WARPS - 1};
+      .reg .b32 left, first_position, first_row, bit, position, row, slot, votes, count, rank, place, total, from_lane;
+      .reg .b32 chunk, line, marks;  .reg .b32 one<{shape.rows_together}>;
+      .reg .b64 address, of_layer, of_staging, in_line, of_marks;  .reg .b32 v<{LOADS * 4}>;  .reg .pred in<{LOADS}>;
+      mov.u32 lane, %laneid;  mov.u32 warp, %tid.x;  shr.u32 warp, warp, 5;  and.b32 warp, warp, {warps - 1};
       {FIRST_LANE}
       and.b32 word, lane, 15;  shr.u32 half, lane, 4;  shr.u32 part, word, 2;
       and.b32 offset, word, 3;  shl.b32 offset, offset, 4;  mad.lo.u32 offset, half, 8, offset;
       ld.global.nc.b32 layer, [$6];
       mul.wide.s32 of_layer, layer, {shape.host_rows};  mul.lo.s64 of_layer, of_layer, {size};
       add.u64 of_layer, of_layer, $5;
-      mul.lo.u32 lane_bytes, lane, {chunk_bytes(shape)};  cvt.u64.u32 in_record, lane_bytes;
-      add.u64 of_layer, of_layer, in_record;
+      mul.lo.u32 line, lane, {shape.chunk_bytes};  cvt.u64.u32 in_line, line;
+      add.u64 of_layer, of_layer, in_line;  add.u64 of_staging, in_line, $9;
       mov.u32 index, warp;
 
     TILE:
-      setp.ge.s32 is_done, index, $11;  @is_done bra.uni DONE;
-      mad.lo.u32 linear, index, {shape.tuning.blocks}, $10;
-      div.u32 seat, linear, {shape.tiles};  mul.lo.u32 tile, seat, {shape.tiles};  sub.u32 tile, linear, tile;
+      setp.ge.s32 is_done, index, $12;  @is_done bra.uni DONE;
+      div.u32 linear, index, {run};  mul.lo.u32 tile, linear, {run};  sub.u32 tile, index, tile;
+      mad.lo.u32 linear, linear, {shape.tuning.blocks}, $11;
+      div.u32 seat, linear, {runs};  mul.lo.u32 at, seat, {runs};  sub.u32 at, linear, at;
+      mad.lo.u32 tile, at, {run}, tile;
       mad.lo.u32 page, tile, {shape.tuning.math}, part;
       setp.lt.u32 is_word, word, {shape.words};  setp.lt.and.u32 is_word, page, {shape.page_count}, is_word;
       mad.lo.u32 at, seat, {shape.page_count}, page;  mad.wide.u32 address, at, 4, $1;
+      and.b32 marks, word, 3;  mad.lo.u32 marks, marks, 2, half;  mad.wide.u32 of_marks, at, 8, $10;
+      cvt.u64.u32 in_line, marks;  add.u64 of_marks, of_marks, in_line;
       mov.b32 number, -1;  @is_word ld.global.nc.b32 number, [address];
       mad.wide.u32 address, seat, 4, $2;  ld.global.nc.b32 length, [address];
       mad.wide.u32 address, seat, 4, $3;  ld.global.nc.b32 cap, [address];  min.s32 cap, cap, {shape.staging};
@@ -268,9 +310,12 @@ def program(shape: Shape) -> str:
       mov.b32 left, {MARKED:#x};  @is_word ld.volatile.shared.b32 left, [at];
       and.b32 bit, left, {MARKED:#x};  setp.ne.u32 is_there, bit, 0;  vote.sync.all.pred is_there, is_there, {every};
       @is_there bra.uni MARKED;
-      nanosleep.u32 100;  bra.uni LOOK;
+      nanosleep.u32 {NAP_NS};  bra.uni LOOK;
     MARKED:
       shr.b32 left, left, half;  and.b32 left, left, {CANDIDATES:#x};
+      shr.b32 marks, left, 3;  or.b32 marks, marks, left;  and.b32 marks, marks, 0x03030303;
+      shr.b32 bit, marks, 6;  or.b32 marks, marks, bit;  and.b32 marks, marks, 0x000f000f;
+      shr.b32 bit, marks, 12;  or.b32 marks, marks, bit;  @is_word st.global.b8 [of_marks], marks;
       mad.lo.u32 first_position, page, {PAGE}, offset;  mad.lo.u32 first_row, number, {PAGE}, offset;
 
     NEXT:
@@ -295,46 +340,52 @@ def program(shape: Shape) -> str:
 
     MOVE:
       setp.ne.u32 more, votes, 0;  @!more bra.uni NEXT;
-      brev.b32 one, votes;  clz.b32 one, one;  add.u32 bit, votes, -1;  and.b32 votes, votes, bit;
-      setp.ne.u32 is_pair, votes, 0;
-      brev.b32 other, votes;  clz.b32 other, other;  add.u32 bit, votes, -1;  and.b32 votes, votes, bit;
-      shfl.sync.idx.b32 row0, row, one, 31, {every};  shfl.sync.idx.b32 place0, place, one, 31, {every};
-      shfl.sync.idx.b32 row1, row, other, 31, {every};  shfl.sync.idx.b32 place1, place, other, 31, {every};
-      mad.wide.u32 from0, row0, {size}, of_layer;  mad.wide.u32 from1, row1, {size}, of_layer;
-      mad.wide.u32 to0, place0, {size}, $9;  mad.wide.u32 to1, place1, {size}, $9;
-      add.u64 to0, to0, in_record;  add.u64 to1, to1, in_record;
-      {copy_pair(shape)}
+      {move_group(shape)}
       bra.uni MOVE;
 
     ADVANCE:
-      add.u32 index, index, {WARPS};  bra.uni TILE;
+      add.u32 index, index, {warps};  bra.uni TILE;
     DONE:
     }}"""
 
 
-def chunk_bytes(shape: Shape) -> int:
-    """What one lane moves at a time. Records lie one after another from an aligned address on."""
-    return next(size for size in (16, 8, 4) if shape.record_bytes % size == 0)
+def move_group(shape: Shape) -> str:
+    """The first `rows_together` of the lanes in `votes` leave them, and their records are moved as one line of chunks:
+    all loads of a lane before its first store.
 
-
-def copy_pair(shape: Shape) -> str:
-    """from0 -> to0, and where there is a second record from1 -> to1: all loads of a group before its first store."""
-    size = chunk_bytes(shape)
+    Chunk c of the line is in record c / chunks, of the lane `one<c / chunks>`. Its address there is that of the record,
+    less the records that come before it in the line, plus c chunks; `of_layer` and `of_staging` are a lane's own chunk.
+    """
+    every, size, chunks = EVERY_LANE, shape.chunk_bytes, shape.chunks
     words = size // 4
     kind = f"v{words}.b32" if words > 1 else "b32"
-    chunks, lines = shape.record_bytes // size, []
-    for first in range(0, chunks, 32 * LOADS):
+    lines = [f"popc.b32 total, votes;  min.u32 total, total, {shape.rows_together};"]
+    lines.append(f"mul.lo.u32 total, total, {chunks};")
+    for record in range(shape.rows_together):
+        lines.append(f"brev.b32 one{record}, votes;  clz.b32 one{record}, one{record};")
+        lines.append("add.u32 bit, votes, -1;  and.b32 votes, votes, bit;")
+
+    def address(first: int, numbered: str, base: str) -> str:
+        """Of chunk first + lane, less `first` chunks; `numbered` is the register that has the record's number."""
+        low, high = first // chunks, min(shape.rows_together - 1, (first + 31) // chunks)
+        text = f"mov.b32 from_lane, one{low};  mov.b32 line, {low};  "
+        for record in range(low + 1, high + 1):
+            text += f"setp.ge.u32 is_next, lane, {record * chunks - first};  "
+            text += f"selp.b32 from_lane, one{record}, from_lane, is_next;  selp.b32 line, {record}, line, is_next;  "
+        text += f"shfl.sync.idx.b32 chunk, {numbered}, from_lane, 31, {every};  sub.u32 chunk, chunk, line;  "
+        return text + f"mad.wide.s32 address, chunk, {shape.record_bytes}, {base};"
+
+    line_chunks = shape.rows_together * chunks
+    for start in range(0, line_chunks, 32 * LOADS):
         stores = []
-        for load, chunk in enumerate(range(first, min(chunks, first + 32 * LOADS), 32)):
-            # The last load of a record may be for some lanes only.
-            lines.append(f"setp.lt.u32 in0, lane, {chunks - chunk};  and.pred in1, in0, is_pair;")
-            stores.append(lines[-1])
-            for record in range(2):
-                names = [f"v{(2 * load + record) * 4 + word}" for word in range(words)]
-                values = "{" + ", ".join(names) + "}" if words > 1 else names[0]
-                at = chunk * size
-                lines.append(f"@in{record} ld.global.nc.L1::no_allocate.{kind} {values}, [from{record} + {at}];")
-                stores.append(f"@in{record} st.global.{kind} [to{record} + {at}], {values};")
+        for load, first in enumerate(range(start, min(line_chunks, start + 32 * LOADS), 32)):
+            names = [f"v{load * 4 + word}" for word in range(words)]
+            values = "{" + ", ".join(names) + "}" if words > 1 else names[0]
+            lines.append(f"add.u32 chunk, lane, {first};  setp.lt.u32 in{load}, chunk, total;")
+            lines.append(address(first, "row", "of_layer"))
+            lines.append(f"@in{load} ld.global.nc.L1::no_allocate.{kind} {values}, [address + {first * size}];")
+            stores.append(address(first, "place", "of_staging"))
+            stores.append(f"@in{load} st.global.{kind} [address + {first * size}], {values};")
         lines += stores
     return "\n".join(lines)
 
@@ -356,7 +407,10 @@ def _interpreted(shape: Shape, ahead: Ahead, page_numbers: Any) -> None:
             row = page_numbers[seat, page] * PAGE + inside
             is_row = (row >= 0) & (row < shape.host_rows) & (page * PAGE + inside < ahead.lengths[seat])
             is_absent = is_row & (ahead.slot_of[...].at[jnp.where(is_row, row, 0)].get() == NO_SLOT)
-            wanted = is_absent & (ahead.verdicts[index, pl.ds(part * PAGE, PAGE)] != 0)
+            is_above = ahead.verdicts[index, pl.ds(part * PAGE, PAGE)] != 0
+            bits = is_above.astype(jnp.uint32).reshape(2, 32) << lax.broadcasted_iota(jnp.uint32, (2, 32), 1)
+            ahead.above[seat, pl.ds(2 * page, 2)] = jnp.sum(bits, axis=1, dtype=jnp.uint32)
+            wanted = is_absent & is_above
             before = ahead.candidates[seat]
             place = before - NO_CANDIDATES + jnp.cumsum(wanted, dtype=jnp.int32) - 1
             place = jnp.where(wanted & (place < jnp.minimum(ahead.cap[seat], shape.staging)), place, shape.staging)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _mosaic
 from pallas_kernels.indexer_prefetch import ahead
 from pallas_kernels.indexer_prefetch.ahead import Ahead, Shape, Watched
-from pallas_kernels.indexer_prefetch.reference import NO_ROW, Prefetched
+from pallas_kernels.indexer_prefetch.reference import Prefetched
 from pallas_kernels.indexer_scores import mosaic_gpu as scores
 from pallas_kernels.indexer_scores.mosaic_gpu import PAGE, WEIGHTS, WIDTH, Refs, Tuning
 
@@ -41,6 +41,7 @@ def score_and_prefetch(
     staging: int,
     tuning: Tuning,
     interpret: Any = None,
+    blank: tuple[jax.Array, jax.Array] | None = None,
 ) -> Prefetched:
     """query .. visible as in `indexer_scores.mosaic_gpu.score_pages`, the others as in `dispatch.indexer_prefetch`.
 
@@ -50,8 +51,10 @@ def score_and_prefetch(
         raise ValueError(f"pages_per_math is {tuning.pages_per_math} but a verdict word holds a warp's share of 1 page")
     seats, rows, heads, _ = query.shape
     record = tuple(host_pool.shape[2:])
+    fetchers = tuning.fetchers if isinstance(tuning, ahead.Tuning) else ahead.Tuning().fetchers
     shape = Shape(
         *(seats, rows, heads, page_numbers.shape[1], query.dtype == jnp.float8_e4m3fn, tuning, interpret is not None),
+        fetchers=1 if interpret is not None else fetchers,
         staging=staging,
         host_rows=host_pool.shape[1],
         record=record,
@@ -65,17 +68,15 @@ def score_and_prefetch(
             codes,
             lax.bitcast_convert_type(pages.reshape(pages.shape[0], -1, 4), jnp.float32).reshape(-1, 33, PAGE),
         )
-    # Written before the kernel starts: what atomics count from, and a list of nothing.
-    candidates = jax.new_ref(jnp.full((seats,), ahead.NO_CANDIDATES, jnp.int32))
-    listed = jax.new_ref(jnp.full((seats, staging), NO_ROW, jnp.int32))
+    candidates, listed = map(jax.new_ref, ahead.blank(seats, staging) if blank is None else blank)
     pool = _mosaic.host_as_device(host_pool)
-    out, records = _kernel(shape, host_pool.dtype, interpret)(
+    out, records, above = _kernel(shape, host_pool.dtype, interpret)(
         *(query, weights, page_numbers, visible, threshold, lengths, cap, slot_of, pool, layer.reshape(1)),
         *(candidates, listed, *keys),
     )
     total = jax.freeze(candidates) - ahead.NO_CANDIDATES
     count = jnp.minimum(total, jnp.clip(cap, 0, staging))
-    return Prefetched(out, jax.freeze(listed), records, count, total - count)
+    return Prefetched(out, jax.freeze(listed), records, count, total - count, above)
 
 
 @functools.lru_cache(maxsize=64)
@@ -98,9 +99,9 @@ def _kernel(shape: Shape, record_type: Any, interpret: Any) -> Any:
 
     def indexer_prefetch(query, weights, page_numbers, visible, threshold, lengths, cap, slot_of, *rest, **buffers):
         pool, layer, candidates, listed, key_pages, *rest = rest
-        scale_pages, out, records = rest if shape.is_fp8 else (None, *rest)
+        scale_pages, out, records, above = rest if shape.is_fp8 else (None, *rest)
         left = {"verdicts_cleared": None, "page_scored": None} | {name: buffers.pop(name) for name in verdicts}
-        after = Ahead(threshold, lengths, cap, slot_of, pool, layer, candidates, listed, records, **left)
+        after = Ahead(threshold, lengths, cap, slot_of, pool, layer, candidates, listed, records, above, **left)
         watched = Watched(shape, out, after)
         buffers = {"scales": None, **buffers}
         refs = Refs(query, weights, page_numbers, visible, key_pages, scale_pages, watched, **buffers)
@@ -115,9 +116,13 @@ def _kernel(shape: Shape, record_type: Any, interpret: Any) -> Any:
         def _():
             scores.load(shape, refs)
 
-        @pl.when(role == tuning.math + 1)
+        @pl.when(role > tuning.math)
         def _():
-            ahead.clear(shape, after)
+            @pl.when(role == tuning.math + 1)
+            def _():
+                ahead.clear(shape, after)
+
+            ahead.wait_for_clear(shape, after)
             ahead.prefetch(shape, after, page_numbers)
 
     return plgpu.kernel(
@@ -125,10 +130,11 @@ def _kernel(shape: Shape, record_type: Any, interpret: Any) -> Any:
         out_type=(
             jax.ShapeDtypeStruct((shape.seats, shape.rows, shape.page_count * PAGE), jnp.float32),
             jax.ShapeDtypeStruct((shape.seats, shape.staging, *shape.record), record_type),
+            jax.ShapeDtypeStruct((shape.seats, 2 * shape.page_count), jnp.uint32),
         ),
         grid=(tuning.blocks,),
         grid_names=("block",),
-        num_threads=tuning.math + 2,
+        num_threads=tuning.math + 1 + shape.fetchers,
         thread_name="role",
         scratch_types={**scratch, **verdicts},
         interpret=interpret,

@@ -19,8 +19,11 @@ from tests.kernels.warp import LANES, Warp
 
 # Where each array begins for the evaluator; the pool is far above 4 GiB, and so is what is staged.
 PLACES = dict(page_numbers=2**20, lengths=2**21, cap=2**22, slot_of=2**23, pool=2**44, layer=2**25)
-RESULTS = dict(candidates=2**26, rows=2**27, records=2**40)
+RESULTS = dict(candidates=2**26, rows=2**27, records=2**40, above=2**28)
 PREFETCH_WARPS = 20  # of the block: four warpgroups of maths and one that loads come before
+ONE_BLOCK = Tuning(math=4, blocks=1)
+CUT_TILES = ahead.Tuning(math=3, blocks=5, fetchers=1)
+CUT_RUNS = ahead.Tuning(math=2, blocks=3, run=2, fetchers=4)
 
 
 def words(array):
@@ -33,6 +36,7 @@ def kernel(inputs, found, tuning):
     page_numbers, host_pool = inputs.scored[3], inputs.host_pool
     shape = ahead.Shape(
         *(seats, rows, 8, page_numbers.shape[1], True, tuning, False),
+        fetchers=tuning.fetchers if isinstance(tuning, ahead.Tuning) else ahead.Tuning().fetchers,
         staging=inputs.staging,
         host_rows=host_pool.shape[1],
         record=host_pool.shape[2:],
@@ -43,7 +47,8 @@ def kernel(inputs, found, tuning):
     candidates = np.full((seats,), ahead.NO_CANDIDATES, np.int32)
     listed = np.full((seats, inputs.staging), -1, np.int32)
     records = np.full((seats, inputs.staging, *shape.record), 0xDEAD, np.uint32)
-    results = dict(candidates=words(candidates), rows=words(listed), records=words(records))
+    above = np.full((seats, 2 * page_numbers.shape[1]), 0xDEAD, np.uint32)
+    results = dict(candidates=words(candidates), rows=words(listed), records=words(records), above=words(above))
     device = {PLACES[name]: words(array) for name, array in given.items()}
     device |= {RESULTS[name]: array for name, array in results.items()}
     addresses = [*PLACES.values(), *RESULTS.values()]
@@ -52,19 +57,19 @@ def kernel(inputs, found, tuning):
         for warp in range(ahead.WARPS):
             Warp(PREFETCH_WARPS + warp, {64: verdicts}).run(ahead.clearing(shape), 64)
         assert not verdicts.any()
-        work = max(0, -(-(seats * shape.tiles - block) // tuning.blocks))
+        work = max(0, -(-(seats * shape.runs - block) // tuning.blocks)) * tuning.run
         for index in range(work):
-            score_tile(shape, inputs, found, verdicts, index, block + index * tuning.blocks)
-        for warp in (2, 0, 3, 1):
+            seat, of_seat = divmod(block + index // tuning.run * tuning.blocks, shape.runs)
+            score_tile(shape, inputs, found, verdicts, index, seat, of_seat * tuning.run + index % tuning.run)
+        for warp in reversed(range(shape.fetchers * ahead.WARPS)):
             role = Warp(PREFETCH_WARPS + warp, {64: verdicts, **device})
             role.run(ahead.program(shape), 64, *addresses, block, work)
     count = np.minimum(candidates + 1, np.clip(inputs.cap, 0, inputs.staging))
-    return found, listed, records, count, candidates + 1 - count
+    return found, listed, records, count, candidates + 1 - count, above
 
 
-def score_tile(shape, inputs, found, verdicts, index, linear):
+def score_tile(shape, inputs, found, verdicts, index, seat, tile):
     """The math role's part: the verdicts on a tile, page by page, row by row; none where a seat has no more pages."""
-    seat, tile = divmod(linear, shape.tiles)
     for part in range(shape.tuning.math):
         page = tile * shape.tuning.math + part
         for row in range(shape.rows if page < shape.page_count else 0):
@@ -84,7 +89,7 @@ def plain_scores():
 
 
 @pytest.mark.parametrize("case", cases.CORNERS + cases.FAR[:3], ids=cases.identifier)
-@pytest.mark.parametrize("tuning", [Tuning(math=4, blocks=1), Tuning(math=3, blocks=5)], ids=["one_block", "cut_tiles"])
+@pytest.mark.parametrize("tuning", [ONE_BLOCK, CUT_TILES, CUT_RUNS], ids=["one_block", "cut_tiles", "cut_runs"])
 def test_the_ptx_keeps_every_promise(case, tuning):
     inputs = cases.make(case)
     found = np.asarray(plain_scores()(*inputs.scored))
@@ -119,13 +124,14 @@ def test_rows_beyond_two_gib_are_found():
     host_rows = first + count
     shape = ahead.Shape(
         *(1, 1, 8, 1, True, Tuning(math=1, blocks=1), False),
+        fetchers=1,
         staging=64,
         host_rows=host_rows,
         record=(164,),
         record_bytes=656,
     )
     verdicts = np.zeros(4 * shape.words, np.uint8)
-    score_tile(shape, inputs, found, verdicts, 0, 0)
+    score_tile(shape, inputs, found, verdicts, 0, 0, 0)
     layer, pool = 3, np.arange(count * 164, dtype=np.uint32).reshape(count, 164)
     candidates, listed = np.full(1, -1, np.int32), np.full((1, 64), -1, np.int32)
     records = np.zeros((1, 64, 164), np.uint32)
@@ -140,6 +146,7 @@ def test_rows_beyond_two_gib_are_found():
         RESULTS["candidates"]: words(candidates),
         RESULTS["rows"]: words(listed),
         RESULTS["records"]: words(records),
+        RESULTS["above"]: np.zeros(8, np.uint8),
     }
     for warp in range(ahead.WARPS):
         Warp(warp, memory).run(ahead.program(shape), 64, *PLACES.values(), *RESULTS.values(), 0, 1)

@@ -112,6 +112,10 @@ class Warp:
         names = [name.strip() for name in data.strip("{}").split(",")]
         assert len(names) == count
         for lane in np.flatnonzero(active).tolist():
+            if kind[-1] == "b8":
+                memory, at = self.find(place, lane, 1)
+                memory[at] = self.value(names[0], U32)[lane] & 0xFF
+                continue
             memory, at = self.find(place, lane, 4 * count)
             for index, name in enumerate(names):
                 word = memory[at + 4 * index : at + 4 * index + 4]
