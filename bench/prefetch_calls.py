@@ -1,38 +1,51 @@
-"""What the bench of prefetch times: inputs with a wanted hit rate, pools whose every word is known, and the calls.
+"""What the benches of prefetch call: inputs with a wanted hit rate, pools whose every word is known, and the ways.
 
-It knows shapes, how a hit rate is made and how host rows stay cold. It knows no claim. Every time is in microseconds.
+It knows shapes, how a hit rate is made, how host rows stay cold, and what a layer does from its scores to filled slots.
+It knows no claim and no clock.
 
 How a hit rate is made: the threshold of a seat lies just below its 2048th score, so 2048 rows are above it, and all of
 them but the wanted number of misses have a slot. No row below the threshold matters to anybody. Every call has queries,
-maps and rows of its own, and takes the next layer of the pool: host rows are as cold as a decode step finds them.
+maps and rows of its own, and takes another layer of the pool: host rows are as cold as a decode step finds them.
+
+Two lengths of the same road. *Short* (ECHO's figure 18): scores, then one recall that fills slots with staged records
+and with what is left on the host; the list of the recall is known beforehand, with as many of a seat's rows in staging
+as the cap lets in, drawn at random, as which of them win is the race's choice. *Whole*: the list is found as in a
+layer, by the exact top-k and the slot manager, from what was really staged.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.compute_on import compute_on
 
-from bench import events, harness
 from bench import indexer_scores as plain
-from bench.moving import made_pool, moving_time
-from echo_jax import hostmem
-from echo_jax.recall import prefetch_candidates, rows_at
+from bench.prefetch_timing import mark
+from echo_jax import hostmem, indexer, recall
+from echo_jax import layer as layer_lib
+from echo_jax.config import CacheConfig
+from echo_jax.eviction import Lru
+from echo_jax.formats import KeyFormat, RecordFormat
+from echo_jax.recall import StepView
+from echo_jax.stats import Moved
+from echo_jax.threshold import Never
+from echo_jax.types import FREE_PRIORITY, NO_ROW, NO_SLOT, SOURCE_HOST, LayerState, SlotMaps, Staging
 from pallas_kernels import indexer_prefetch, indexer_scores
+from pallas_kernels.indexer_prefetch import ahead as ahead_lib
 from pallas_kernels.indexer_prefetch import reference
 
 HEADS, WIDTH, PAGE, K = 64, 128, 64, 2048
-BYTES = {"fp8": 656, "bf16": 1152}
-HOST_ROWS, LAYERS = 32 * 98_304, {"fp8": 5, "bf16": 4}  # 9.6 and 13.5 GiB
+FORMATS = {"fp8": RecordFormat("fp8", 512, 64), "bf16": RecordFormat("bf16", 512, 64)}
+POOL_BYTES = 9 * 2**30  # and at least three layers
+MOST_MISSES = K // 2  # of a seat
+SLOTS = 3 * K  # of a seat
 SETS = 10  # of queries, maps and rows
-REPEATS = 16
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -44,7 +57,7 @@ class Set:
 
     query: jax.Array  # e4m3[B, 1, 64, 128]
     threshold: jax.Array  # f32[B]  just below the 2048th score of each seat
-    top: np.ndarray  # i32[B, K]  host rows of the 2048 best
+    top: np.ndarray  # i32[B, K]  host rows of the 2048 best, shuffled: the first ones are missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,44 +70,135 @@ class Inputs:
     pages: jax.Array
     numbers: jax.Array
     visible: jax.Array
-    lengths: jax.Array
+    rows: jax.Array  # i32[B, P]  host row of every position
     sets: tuple[Set, ...]
+
+    @property
+    def lengths(self) -> jax.Array:
+        """Positions written before this step."""
+        return self.visible[:, 0] - 1
+
+
+class Start(NamedTuple):
+    """What a call cannot start without."""
+
+    visible: jax.Array
+    blank: tuple[jax.Array, jax.Array]
+
+
+class Lists(NamedTuple):
+    """What one recall fills; i32[B * MOST_MISSES] each, of which `count` are looked at."""
+
+    rows: jax.Array
+    slots: jax.Array
+    source: jax.Array
+    count: jax.Array
+
+
+class Shared(NamedTuple):
+    """What is the same in all calls of a shape and a record format."""
+
+    weights: jax.Array
+    pages: jax.Array
+    numbers: jax.Array
+    rows: jax.Array
+    lengths: jax.Array
+    cap: jax.Array  # i32[B]
+    pool: jax.Array
 
 
 @functools.cache
 def inputs(seats: int, length: int) -> Inputs:
     _, weights, pages, numbers, visible = plain.arguments("fp8", seats, length)
+    of_position = reference.host_rows(numbers)
 
     @jax.jit
     def best(key):
         query = jax.random.normal(key, (seats, 1, HEADS, WIDTH)).astype(jnp.float8_e4m3fn)
         score = indexer_scores(query, weights, pages, numbers, visible, implementation="mosaic_gpu")[:, 0]
-        values, positions = lax.top_k(score[:, :-1], K)  # the last position is this step's
-        rows = jnp.take_along_axis(reference.host_rows(numbers), positions, axis=1)
-        return query, jnp.nextafter(values[:, -1], jnp.float32(-jnp.inf)), rows
+        found = indexer.select(score, visible[:, 0] - 1, K)  # the last position is this step's
+        rows = jnp.take_along_axis(of_position, found.positions, axis=1)
+        return query, jnp.nextafter(found.kth_score, jnp.float32(-jnp.inf)), rows
 
+    random = np.random.default_rng(0)
     made = [best(jax.random.key(number)) for number in range(SETS)]
-    sets = tuple(Set(query, threshold, np.asarray(rows)) for query, threshold, rows in made)
-    return Inputs(seats, length, weights, pages, numbers, visible, visible[:, 0] - 1, sets)
+    sets = tuple(Set(query, threshold, random.permuted(np.asarray(rows), axis=1)) for query, threshold, rows in made)
+    return Inputs(seats, length, weights, pages, numbers, visible, of_position, sets)
 
 
-def missing(given: Inputs, misses: int) -> tuple[list[jax.Array], list[jax.Array]]:
-    """For each set: slot_of i32[N_H], where `misses` of each seat's best have no slot, and these rows, ascending."""
+def misses_at(hit: float) -> int:
+    """Of each seat."""
+    return round((1 - hit) * K)
+
+
+def missing(given: Inputs, misses: int, host_rows: int) -> list[SlotMaps]:
+    """For each set: maps of a nearly full pool in which `misses` of each seat's best have no slot.
+
+    Whoever else has a slot is drawn once for all sets and was never used; the few of them that are among the best leave
+    theirs free.
+    """
+    slots, (seats, length) = given.seats * SLOTS, (given.seats, given.length)
+    others = np.random.default_rng(1).permutation(seats * length)[:slots].astype(np.int32)
+    return [_maps(jnp.asarray(one.top), jnp.int32(misses), jnp.asarray(others), host_rows) for one in given.sets]
+
+
+@functools.partial(jax.jit, static_argnames="host_rows")
+def _maps(top: jax.Array, misses: jax.Array, others: jax.Array, host_rows: int) -> SlotMaps:
+    seats, slots = top.shape[0], others.shape[0]
+    is_resident = jnp.arange(K, dtype=jnp.int32)[None] >= misses
+    best = jnp.where(is_resident, top, NO_ROW).reshape(-1)
+    is_best = jnp.zeros((host_rows,), bool).at[top.reshape(-1)].set(True)
+    others = jnp.where(is_best[others], NO_ROW, others)
+    host_of = jnp.concatenate([best, others[seats * K :]])
+    place = jnp.where(host_of == NO_ROW, host_rows, host_of)
+    slot_of = jnp.full((host_rows,), NO_SLOT, jnp.int32)
+    slot_of = slot_of.at[place].set(jnp.arange(slots, dtype=jnp.int32), mode="drop")
+    is_free = host_of == NO_ROW
+    used = jnp.where(jnp.arange(slots) < seats * K, 1, 0).astype(jnp.int32)
+    return SlotMaps(slot_of=slot_of, host_of=host_of, priority=jnp.where(is_free, FREE_PRIORITY, used), free=is_free)
+
+
+def lists(given: Inputs, misses: int, cap: int, staging: int) -> list[Lists]:
+    """For each set: the missing rows, ascending seat by seat, min(cap, misses) of a seat's in staging and the others
+    on the host."""
+    assert misses <= MOST_MISSES
     random = np.random.default_rng(misses)
-    maps, rows = [], []
-    nothing = jnp.full((HOST_ROWS,), reference.NO_SLOT, jnp.int32)
-    for one in given.sets:
-        shuffled = random.permuted(one.top, axis=1)
-        rows.append(jnp.asarray(np.sort(shuffled[:, :misses], axis=1).reshape(-1)))
-        maps.append(nothing.at[shuffled[:, misses:].reshape(-1)].set(jnp.int32(1)))
-    return maps, rows
+    seats, length = given.seats, given.seats * MOST_MISSES
+    staged, found = min(cap, misses, staging), []
+    for one, free in zip(given.sets, _some_slots(seats), strict=True):
+        rows = np.sort(one.top[:, :misses], axis=1)
+        order = random.permuted(np.tile(np.arange(misses, dtype=np.int32), (seats, 1)), axis=1)  # staged where < staged
+        place = order + staging * np.arange(seats, dtype=np.int32)[:, None]
+        source = np.where(order < staged, place, SOURCE_HOST)
+        slots = free[: seats * misses].reshape(seats, misses)
+        padded = [np.full((length,), -1, np.int32) for _ in range(3)]
+        for target, part in zip(padded, (rows, slots, source), strict=True):
+            target[: seats * misses] = part.reshape(-1)
+        rows, slots, source = map(jnp.asarray, padded)
+        found.append(Lists(rows, slots, source, jnp.int32(seats * misses)))
+    return found
 
 
 @functools.cache
-def pool_of(records: str) -> list[jax.Array]:
-    """[pool], each word a function of its layer, row and place."""
-    holder = made_pool(BYTES[records], LAYERS[records], HOST_ROWS)
-    layers, host_rows, words = holder[0].shape
+def _some_slots(seats: int) -> list[np.ndarray]:
+    random = np.random.default_rng(2)
+    return [random.permutation(seats * SLOTS)[: seats * MOST_MISSES].astype(np.int32) for _ in range(SETS)]
+
+
+def pool_shape(records: str, host_rows: int) -> jax.ShapeDtypeStruct:
+    """Of `pool_of`, in pinned memory."""
+    form = FORMATS[records]
+    layers = max(3, POOL_BYTES // (host_rows * form.bytes_per_row))
+    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    return jax.ShapeDtypeStruct((layers, host_rows, *form.shape), form.dtype, sharding=on_host)
+
+
+@functools.cache
+def pool_of(records: str, host_rows: int) -> list[jax.Array]:
+    """[pool], each word a function of its layer, row and place: some 9 GiB."""
+    form, shape = FORMATS[records], pool_shape(records, host_rows).shape
+    holder = [hostmem.create_pool(shape, form.dtype, hostmem.HostMemory.PINNED)]
+    layers, words = shape[0], form.bytes_per_row // 4
     store = jax.jit(hostmem.write_back, donate_argnums=0)
 
     @jax.jit
@@ -103,7 +207,9 @@ def pool_of(records: str) -> list[jax.Array]:
         word = jnp.arange(words, dtype=jnp.uint32)[None, None] * jnp.uint32(0x85EBCA6B)
         layer = jnp.arange(layers, dtype=jnp.uint32)[:, None, None] << 27
         made = (row.astype(jnp.uint32)[None, :, None] * jnp.uint32(0x9E3779B1)) ^ layer ^ word
-        return made, jnp.where(row < host_rows, row, -1)
+        if form.dtype != jnp.uint32:
+            made = lax.bitcast_convert_type(made, form.dtype)
+        return made.reshape(layers, 65_536, *form.shape), jnp.where(row < host_rows, row, NO_ROW)
 
     for first in range(0, host_rows, 65_536):
         holder[0] = store(holder[0], *pattern(jnp.int32(first)))
@@ -111,83 +217,145 @@ def pool_of(records: str) -> list[jax.Array]:
     return holder
 
 
-# ---- what is timed: (small, changing, shared, layer) -> results, the first of which comes last -----------------------
+def shared_of(given: Inputs, host_pool: jax.Array, cap: int) -> Shared:
+    caps = jnp.full((given.seats,), cap, jnp.int32)
+    return Shared(given.weights, given.pages, given.numbers, given.rows, given.lengths, caps, host_pool)
 
 
-@jax.jit
-def score(visible, changing, shared, layer):
-    del layer
-    weights, pages, numbers, *_ = shared
-    return indexer_scores(changing[0], weights, pages, numbers, visible, implementation="mosaic_gpu")
-
-
-@jax.jit
-def recall(zero, changing, shared, layer):
-    """Rows known beforehand: what the link takes."""
-    return hostmem.read_rows(shared[-1], layer + zero[0], changing[0])
-
-
-@jax.jit
-def in_turn(visible, changing, shared, layer):
-    """Scores, then a recall of rows known beforehand: the best that is possible without overlap."""
-    scores = score(visible, changing, shared, layer)
-    bits = lax.bitcast_convert_type(scores[0, 0, :1], jnp.uint32)
-    zero = jnp.minimum(bits, jnp.uint32(0)).astype(jnp.int32)
-    return recall(zero, changing[1:], shared, layer), scores
-
-
-@functools.partial(jax.jit, static_argnames="staging")
-def fused(visible, changing, shared, layer, staging):
-    (query, threshold, slot_of), (weights, pages, numbers, lengths, cap, pool) = changing, shared
-    return indexer_prefetch(
-        *(query, weights, pages, numbers, visible, threshold, lengths, cap, slot_of, pool, layer),
+def config_of(seats: int, length: int, records: str, host_rows: int, staging: int) -> CacheConfig:
+    """Of the whole road; nobody asks its threshold policy."""
+    return CacheConfig(
+        layer_kinds=("full",),
+        records=FORMATS[records],
+        keys=KeyFormat("fp8", WIDTH),
+        threshold=Never(),
+        eviction=Lru(),
+        seats=seats,
+        capacity=length,
+        host_rows=host_rows,
+        device_slots=seats * SLOTS,
+        top_k=K,
         staging=staging,
+    )
+
+
+# ---- the short road: (records, changing, shared, layer) -> (records, what must be there) -----------------------------
+
+
+def start_of(given: Inputs, staging: int) -> Start:
+    return Start(given.visible, ahead_lib.blank(given.seats, staging))
+
+
+def score(start: Start, query, shared: Shared):
+    asked = (query, shared.weights, shared.pages, shared.numbers, start.visible)
+    return indexer_scores(*asked, implementation="mosaic_gpu")
+
+
+def prefetch(start: Start, query, threshold, slot_of, shared: Shared, layer, staging: int):
+    """The fused kernel; its lists are blank beforehand, as a step has them made beside what comes before the scores."""
+    return indexer_prefetch(
+        *(query, shared.weights, shared.pages, shared.numbers, start.visible, threshold, shared.lengths, shared.cap),
+        *(slot_of, shared.pool, layer),
+        staging=staging,
+        blank=start.blank,
         implementation="mosaic_gpu",
     )
 
 
-@functools.partial(jax.jit, static_argnames="staging")
-def separate(visible, changing, shared, layer, staging):
-    """The library's other path: scores, candidates found by running sums, records read by the library."""
-    (query, threshold, slot_of), (weights, pages, numbers, lengths, cap, pool) = changing, shared
-    scores = indexer_scores(query, weights, pages, numbers, visible, implementation="mosaic_gpu")
-    of_position = reference.host_rows(numbers)
-    positions = jnp.arange(of_position.shape[1], dtype=jnp.int32)[None]
-    is_absent = (positions < lengths[:, None]) & (slot_of[of_position] < 0)
-    found, refused = prefetch_candidates(scores, threshold, is_absent, cap, staging)
-    rows = rows_at(of_position, found)
-    return hostmem.read_rows(pool, layer, rows.reshape(-1)), scores, rows, refused
+def resident(records, changing, shared: Shared, layer):
+    """Scores: all that is left to do where everything is on the device."""
+    start, query, *_ = changing
+    return records, score(start, query, shared)
 
 
-def timed(function: Callable, small: jax.Array, changing: list[tuple], shared: tuple, layers: int) -> Any:
-    """us of one call; the k-th call has the k-th of `changing`, and layer k of a pool of `layers`."""
-    calls = itertools.count()
-
-    def call(small, changing, shared):
-        number = next(calls) % REPEATS
-        return function(small, changing[number % SETS], shared, jnp.int32(number % layers))
-
-    return events.event_time(call, small, changing, shared, repeats=REPEATS)
+def link(records, changing, shared: Shared, layer):
+    """The recall alone, of rows known beforehand: what the link takes."""
+    *_, wanted = changing
+    return _fill(records, shared, layer, wanted, records[:0]), ()
 
 
-def fill_time(records: str, count: int) -> harness.Measurement:
-    """us of the kernel that moves `count` staged records to slots: what `require` adds where rows were staged."""
-    words, calls = BYTES[records] // 4, 8
-    random = np.random.default_rng(0)
-    pool, target = pool_of(records)[0], [jnp.zeros((65_536, words), jnp.uint32)]
-    staged = jnp.zeros((count, words), jnp.uint32)
-    rows = jnp.arange(count, dtype=jnp.int32)
-    slots = [jnp.asarray(random.permutation(65_536)[:count].astype(np.int32)) for _ in range(calls)]
+def in_turn(records, changing, shared: Shared, layer):
+    """Scores, then a recall of rows known beforehand: the best that is possible without overlap."""
+    start, query, _, _, wanted = changing
+    scores = score(start, query, shared)
+    return _fill(mark(records, scores), shared, layer, wanted, records[:0]), scores
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def program(target, pool, slots):
-        for at in slots:
-            arguments = (jnp.int32(0), jnp.int32(count), rows, at, rows, staged[:0], staged)
-            target = hostmem.recall(target, pool, *arguments)
-        return target
 
-    def call():
-        target[0] = program(target[0], pool, slots)
-        return target[0]
+def fused(records, changing, shared: Shared, layer, staging: int, middle: int = -1):
+    """Scores with prefetch, then a recall that takes what is staged from there; `middle` marks what lies between."""
+    start, query, threshold, slot_of, wanted = changing
+    found = prefetch(start, query, threshold, slot_of, shared, layer, staging)
+    if middle >= 0:
+        records = mark(records, (found.scores, found.records), number=middle)
+    staged = found.records.reshape(-1, *records.shape[1:])
+    return _fill(records, shared, layer, wanted, staged), found.scores
 
-    return moving_time(call)
+
+def ahead(records, changing, shared: Shared, layer, staging: int):
+    """Scores with prefetch, and nothing after it."""
+    start, query, threshold, slot_of, _ = changing
+    found = prefetch(start, query, threshold, slot_of, shared, layer, staging)
+    return records, (found.scores, found.records)
+
+
+def _fill(records, shared: Shared, layer, wanted: Lists, staged):
+    asked = (wanted.count, wanted.rows, wanted.slots, wanted.source)
+    return hostmem.recall(records, shared.pool, layer, *asked, records[:0], staged)
+
+
+# ---- the whole road: ((records, maps), changing, shared, layer) -> ((records, maps), what must be there) -------------
+
+
+def whole(state, changing, shared: Shared, layer, config: CacheConfig, way: str):
+    """As `echo_layer` without projections and attention. way: "resident", "in turn", "fused" or "second stream"."""
+    state, slots, positions, kth, _ = layer_of(state, changing, shared, layer, config, way)
+    return state, (slots, positions, kth)
+
+
+def layer_of(
+    state, changing, shared: Shared, layer, config: CacheConfig, way: str, step: Any = 2
+) -> tuple[Any, jax.Array, jax.Array, jax.Array, Moved | None]:
+    """(records, maps), slots and positions of the selected, the k-th scores, and what moved."""
+    start, query, threshold, *_ = changing
+    records, maps = state
+    held = LayerState(slots=maps, records=records, index_keys=None, threshold=None)
+    new_rows = jnp.take_along_axis(shared.rows, shared.lengths[:, None], axis=1)
+    lengths, step = shared.lengths, jnp.asarray(step, jnp.int32)
+    view = StepView(shared.rows, lengths, lengths[:, None], new_rows, start.visible, step)
+    staging, above = recall.no_staging(config, config.seats), None
+    if way == "fused":
+        found = prefetch(start, query, threshold, maps.slot_of, shared, layer, config.staging)
+        scores, above = found.scores, found.above
+        staging = Staging(found.rows, found.records, found.refused)
+    else:
+        scores = score(start, query, shared)
+    if way == "second stream":
+        staging = on_second_stream(scores, threshold, maps, view, shared, layer, config)
+    # Every way may use its threshold; the fused kernel has marked what is above it.
+    selection = layer_lib.select(config, view, scores, None, indexer.Bound(threshold, above))
+    positions, kth = selection
+    if way == "resident":
+        return state, positions, positions, kth, None
+    of_selected = jnp.take_along_axis(scores, jnp.maximum(positions, 0), axis=-1)
+    new = jnp.zeros((config.seats, 1, *config.records.shape), config.records.dtype)
+    nomination = recall.nominate(config, held)
+    asked = (config, held, shared.pool, layer, view, new, positions, of_selected, staging, nomination)
+    held, slots, moved = recall.require(*asked)
+    return (held.records, held.slots), slots, positions, kth, moved
+
+
+def on_second_stream(scores, threshold, maps: SlotMaps, view: StepView, shared: Shared, layer, config) -> Staging:
+    """The library's other path: candidates by running sums, and a recall of them beside the selection."""
+    positions = jnp.arange(view.rows.shape[1], dtype=jnp.int32)[None]
+    is_absent = (positions < view.lengths[:, None]) & (maps.slot_of[view.rows] == NO_SLOT)
+    cap = jnp.minimum(shared.cap, config.staging)
+    found, refused = recall.prefetch_candidates(scores, threshold, is_absent, cap, config.staging)
+    staged = recall.rows_at(view.rows, found)
+    # What a stream is given holds no jitted function of its own: XLA finds no stream for those.
+    beside: Any = compute_on(hostmem.read_rows, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+    records = beside(shared.pool, layer, staged.reshape(-1))
+    return Staging(staged, records.reshape(*staged.shape, *config.records.shape), refused)
+
+
+copied = jax.jit(functools.partial(jax.tree.map, jnp.copy))
+"""Maps that a call may take."""

@@ -52,6 +52,23 @@ def reset(policy: ThresholdPolicy, memory: Any, seat: jax.Array | int) -> Any:
     return jax.tree.map(lambda old, new: old.at[seat].set(jnp.asarray(new, old.dtype)), memory, fresh)
 
 
+def rows_per_position(scoring_us: float, rows_per_us: float, positions: int) -> float:
+    """c of the cap on early copies, min(S, floor(c * context)): rows that cross the link, at rows_per_us, while
+    `positions` positions of all seats together are scored in scoring_us, per position.
+
+    A row beyond that arrives after the scores, when `require` would fetch it straight to its slot; copied ahead it is
+    moved a second time, and may be wrong. Fewer leave the link idle while scores are made. Scoring time and link rate
+    are measured (`python -m bench.prefetch` prints c, and what other caps give); c belongs to a machine, a record
+    format and an index, not to a batch: scoring takes as long per position whatever the seats, once they fill the chip.
+    """
+    if not (scoring_us > 0 and rows_per_us > 0 and positions >= 1):
+        raise ValueError(
+            f"scoring_us {scoring_us}, rows_per_us {rows_per_us} and positions {positions} must be positive; measure "
+            "both rates at a batch that is served"
+        )
+    return scoring_us * rows_per_us / positions
+
+
 @dataclasses.dataclass(frozen=True)
 class Ema:
     """Exponential moving average of the k-th score: m <- alpha * score + (1 - alpha) * m, first score taken whole.

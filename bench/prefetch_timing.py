@@ -1,0 +1,137 @@
+"""How long one program takes between two marks on the GPU: one call at a time, its state handed over and taken back.
+
+It knows the L2, CUDA events, and how to compile many programs at once. It does not know what is timed. Every time is in
+microseconds.
+
+A program is (state, changing, shared, layer) -> (state, what it must wait for). It is compiled as
+
+    overwrite the L2  ->  mark 0  ->  the program  ->  mark 1
+
+and called again and again with other `changing` and another layer. The state is donated, so what is updated in place is
+updated in place here too. The GPU is busy with the L2 while the calls behind it are enqueued: their launches cost what
+they cost between kernels, and no wait of the host is in the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import gpu_timing, on_the_spot
+from bench.harness import Measurement, summarise
+
+NO_EVENT = -1
+BEGIN, END = 0, 1
+
+type Program = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any]]
+
+
+@functools.cache
+def build() -> ctypes.CDLL:
+    """Compiles and registers the marks; RuntimeError without nvcc."""
+    opened = on_the_spot.build("prefetch_marks.cu", {"bench_mark": "MarkCuda"}, "-O2")
+    opened.MarkElapsed.restype = ctypes.c_float
+    opened.MarkElapsed.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    return opened
+
+
+def mark(passed: Any, waited: Any = (), number: int = NO_EVENT) -> Any:
+    """`passed`, a pytree, in place, once it and `waited` are there; with a number, an event is recorded in between."""
+    leaves, tree = jax.tree.flatten(passed)
+    results = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    call = jax.ffi.ffi_call(
+        "bench_mark", results, input_output_aliases={place: place for place in range(len(leaves))}, has_side_effect=True
+    )
+    return jax.tree.unflatten(tree, call(*leaves, *jax.tree.leaves(waited), number=np.int64(number)))
+
+
+def marked(program: Program) -> Callable[..., Any]:
+    """(state, changing, shared, layer) -> (state, i32[] 0): `program` between its marks.
+
+    `changing` begins with small arrays, a pytree, that the program cannot start without; they and the state are there
+    at mark 0.
+    """
+
+    def run(state, changing, shared, layer):
+        number = jnp.zeros((1,), jnp.uint32)
+        zero = gpu_timing.overwrite(number, number)[:1] >> 31
+        first, *others = changing
+        first = jax.tree.map(lambda array: array + zero.astype(array.dtype).reshape((1,) * array.ndim), first)
+        first, state = mark((first, state), number=BEGIN)
+        state, waited = program(state, (first, *others), shared, layer)
+        return mark(state, waited, number=END)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A program to be timed, and arguments like those it will be called with: arrays, or their shapes and types."""
+
+    program: Program
+    state: Any
+    changing: Any
+    shared: Any
+
+
+def compile_one(job: Job) -> Any:
+    """The job's compiled program. Compiling takes longer than measuring: let several threads do it."""
+    build()
+    # Shapes, so that no thread holds an array that another call donates.
+    arguments = jax.tree.map(_shaped, (job.state, job.changing, job.shared, jnp.int32(0)))
+    return jax.jit(marked(job.program), donate_argnums=0).lower(*arguments).compile()
+
+
+def _shaped(array: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array
+    memory = jax.typeof(array).memory_space
+    sharding = array.sharding if memory == jax.memory.Space.Host else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def time_calls(
+    compiled: Any,
+    state: Callable[[int], Any],
+    changing: Sequence[Any],
+    shared: Any,
+    layers: int,
+    repeats: int,
+    keep: Callable[[Any], None] = lambda state: None,
+    warmup: int = 2,
+) -> Measurement:
+    """us from mark 0 to mark 1. Call k has state(k), changing[k mod all of them], and a layer of its own for as long as
+    there are any; its state goes to `keep`."""
+    library, durations, sets = build(), [], len(changing)
+    for call in range(warmup + repeats):
+        layer = jnp.int32((call + call // sets) % layers)
+        after = jax.block_until_ready(compiled(state(call), changing[call % sets], shared, layer))
+        keep(after)
+        if call >= warmup:
+            durations.append(1e3 * float(library.MarkElapsed(BEGIN, END)))
+    return summarise(durations)
+
+
+def elapsed_us(first: int, second: int) -> float:
+    """Between two marks of the last call."""
+    return 1e3 * float(build().MarkElapsed(first, second))
+
+
+@dataclasses.dataclass
+class Clock:
+    """Says what took how long, on the host."""
+
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def lap(self, what: str) -> None:
+        now = time.perf_counter()
+        print(f"    ({what}: {now - self.started:.1f} s)", flush=True)
+        self.started = now
