@@ -1,0 +1,434 @@
+"""The attention part of one layer on an H200, end to end: scores, select, require, attend; offloaded and resident.
+
+    python -m bench.attention_layer [layer] [light] [timeline]      (none: all three; about 60 s)
+
+layer      B 32 x 98,304 at a hit rate of 0.97: E.layer_us, E.layer_resident_us
+light      B 1 x 98,304 in a pool that holds two thirds of the context: D.light_load_us; its first 16 steps apart
+timeline   the kernels of one step at B 32, one by one, offloaded and resident
+
+The rooms are the library's own: `echo_layer` with FP8 keys and records, 64 index heads, 128 attention heads, T of 1,
+prefetch in the scorer ("fused") or after it ("separate"). Everything a model would add is left out: projections before,
+the output after, and the write-back, which is one call a step for all layers. Several steps are one program, each
+waiting for the attended values of the one before it; every seat is full but for one position, which each step writes.
+
+How a hit rate is made: the index query of a seat is a sum of a fixed direction, one that turns slowly, and a fresh one,
+each drawn for every head. The weight of the fresh one decides how much of the selected set is new at every step; it is
+found by bisection of the measured hit rate, after enough steps that the pool has been turned over.
+
+It knows shapes, queries and claims. How kernels are timed is in `gpu_timing`, how a row is written in `harness`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import gpu_timing, harness
+from bench.harness import Measurement, summarise
+from echo_jax import hostmem, pool, recall, threshold
+from echo_jax import layer as layer_lib
+from echo_jax.config import CacheConfig
+from echo_jax.eviction import Lru
+from echo_jax.formats import KeyFormat, RecordFormat, quantise_key
+from echo_jax.layer import LayerInputs
+from echo_jax.recall import StepView
+from echo_jax.types import PAGE, LayerState
+
+FILE = "attention_layer.jsonl"
+INDEX_HEADS, HEADS, K, LATENT, ROPE = 64, 128, 2048, 512, 64
+SCALE = 192**-0.5
+CONTEXT = 98_304
+HIT = 0.97
+WAYS = ("resident", "separate", "fused")
+STAGING = 128  # of a seat
+# Rows that cross the link while scores are made: 115 us for 32 x 98,304 positions, 30 rows of a large pool a us.
+PREFETCH_PER_POSITION = threshold.rows_per_position(115, 30, 32 * 98_304)
+TURN = 0.01  # radians a step, of a part of half the fixed one's weight
+DISTINCT = 4096  # records
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What is measured."""
+
+    seats: int
+    slots: int  # N_G
+    steps: int  # in one program
+    context: int = CONTEXT
+    attend: str = "mosaic_gpu"
+
+    def config(self, way: str) -> CacheConfig:
+        return CacheConfig(
+            layer_kinds=("full",),
+            records=RecordFormat("fp8", LATENT, ROPE),
+            keys=KeyFormat("fp8", 128),
+            threshold=threshold.Ema(0.5),
+            eviction=Lru(),
+            seats=self.seats,
+            capacity=self.context,
+            host_rows=self.seats * self.context,
+            device_slots=self.slots,
+            top_k=K,
+            staging=STAGING,
+            prefetch_per_position=PREFETCH_PER_POSITION,
+            offload=way != "resident",
+            prefetch_implementation="fused" if way == "fused" else "separate",
+            attend_implementation=self.attend,
+        )
+
+    def shapes(self) -> dict[str, Any]:
+        return dict(B=self.seats, P=self.context, T=1, K=K, N_G=self.slots, N_H=self.seats * self.context) | dict(
+            index_heads=INDEX_HEADS, heads=HEADS, keys="fp8", records="fp8"
+        )
+
+
+LAYER = Size(seats=32, slots=32 * 6144, steps=4)
+LIGHT = Size(seats=1, slots=65_536, steps=8)
+
+
+class Fixed(NamedTuple):
+    """What every step is given besides its index query; arrays on the device."""
+
+    view: StepView
+    query: jax.Array  # f32[B, 1, H, 576]
+    record: jax.Array  # f32[B, 1, 576]
+    weights: jax.Array  # f32[B, 1, G]
+    key: jax.Array  # f32[B, 1, 128]
+
+
+class Directions(NamedTuple):
+    """Of index queries: f32[B, 1, G, 128] each, values of variance 1."""
+
+    fixed: jax.Array
+    start: jax.Array
+    quarter: jax.Array  # where the turning part is a quarter turn later
+
+
+# ---- one step, and several in a program ------------------------------------------------------------------------------
+
+
+def one_step(config: CacheConfig, host_pool, state: LayerState, fixed: Fixed, index_query, clock, after):
+    """Returns the state, a zero that only the attended values can tell, and what moved."""
+    view = fixed.view._replace(step=clock)
+    nomination = recall.nominate(config, state)
+    inputs = LayerInputs(fixed.query, fixed.record, index_query, fixed.weights + after, fixed.key)
+    state, out = layer_lib.echo_layer(config, state, host_pool, 0, view, inputs, scale=SCALE, nomination=nomination)
+    return state, jnp.minimum(jnp.abs(out.attended[0, 0, 0, 0]), 0.0), out.moved
+
+
+def program(config: CacheConfig, steps: int):
+    """`steps` steps one after another: (state, clock, after), index queries f32[steps, ...] -> the same, and counts."""
+    step = jax.jit(functools.partial(one_step, config))  # traced once
+
+    def run(carry, host_pool, fixed, index_queries):
+        state, clock, after = carry
+        counts = []
+        for index in range(steps):
+            state, after, moved = step(host_pool, state, fixed, index_queries[index], clock + index, after)
+            counts.append(moved)
+        return (state, clock + steps, after), jax.tree.map(lambda *parts: jnp.stack(parts), *counts)
+
+    return jax.jit(run, donate_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def index_queries(directions: Directions, fresh: jax.Array, first: jax.Array, steps: int) -> jax.Array:
+    """f32[steps, B, 1, G, 128]: of `steps` steps from `first`; `fresh` is the weight of what is new at every step."""
+
+    def one(step):
+        turned = jnp.cos(TURN * step) * directions.start + jnp.sin(TURN * step) * directions.quarter
+        new = jax.random.normal(jax.random.fold_in(jax.random.key(7), step), turned.shape)
+        return (directions.fixed + 0.5 * turned + fresh * new) / jnp.sqrt(1.25 + fresh * fresh)
+
+    return jax.vmap(one)(first + jnp.arange(steps))
+
+
+# ---- a layer with its state ------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """One way of one size: its program, its state, and where in time it is."""
+
+    def __init__(self, size: Size, way: str, host_pool: Any, fixed: Fixed, directions: Directions, compiled: Future):
+        self.size, self.config = size, size.config(way)
+        self.host_pool, self.fixed, self.directions = host_pool, fixed, directions
+        self.compiled: Any = compiled.result()
+        self.carry = self.first_carry()
+        self.time = 0
+
+    def first_carry(self):
+        """An empty pool, or the resident run's full one; the same index keys for all."""
+        state = first_state(self.config, jax.random.key(3))
+        return jax.device_put((state, jnp.int32(1), jnp.float32(0)), jax.devices()[0])
+
+    def queries(self, fresh: float, calls: int) -> list[jax.Array]:
+        made = []
+        for _ in range(calls):
+            made.append(index_queries(self.directions, jnp.float32(fresh), jnp.int32(self.time), self.size.steps))
+            self.time += self.size.steps
+        return jax.block_until_ready(made)
+
+    def run(self, queries: list[jax.Array]) -> tuple[float, list[Any]]:
+        """Microseconds a step of calls that follow each other without a wait, and what moved in each call."""
+        moved = []
+        started = time.perf_counter()
+        for one in queries:
+            self.carry, counts = self.compiled(self.carry, self.host_pool, self.fixed, one)
+            moved.append(counts)
+        jax.block_until_ready(self.carry)
+        elapsed = (time.perf_counter() - started) * 1e6
+        return elapsed / (len(queries) * self.size.steps), moved
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def first_state(config: CacheConfig, key: jax.Array) -> LayerState:
+    rows = config.host_rows
+    codes, scales = quantise_key(jax.random.normal(key, (config.pages, PAGE, 128)))
+    scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    keys = jnp.concatenate([codes.reshape(config.pages, -1), scales.reshape(config.pages, -1)], axis=1)
+    if config.offload:
+        records = jnp.zeros((config.pool_rows, *config.records.shape), config.records.dtype)
+    else:
+        records = jnp.take(distinct_records(config), jnp.arange(rows) % DISTINCT, axis=0)
+    return LayerState(
+        slots=pool.initial(rows, config.device_slots) if config.offload else None,
+        records=records,
+        index_keys=keys,
+        threshold=threshold.initial(config.threshold, config.seats),
+    )
+
+
+def distinct_records(config: CacheConfig) -> jax.Array:
+    return config.records.encode(jax.random.normal(jax.random.key(5), (DISTINCT, LATENT + ROPE)))
+
+
+def filled_host_pool(config: CacheConfig) -> jax.Array:
+    """The same records as the resident pool's, row by row."""
+    device = jax.devices()[0]
+    memory = hostmem.choose(device.platform, "auto")
+    host_pool = hostmem.create_pool((1, config.host_rows, *config.records.shape), config.records.dtype, memory, device)
+    write = jax.jit(hostmem.write_back, donate_argnums=0, out_shardings=host_pool.sharding)
+    together = min(65_536, config.host_rows)
+    records = jnp.tile(distinct_records(config), (-(-together // DISTINCT), 1))[None, :together]
+    for first in range(0, config.host_rows, together):  # both are multiples of DISTINCT, or there is one piece
+        rows = first + jnp.arange(together, dtype=jnp.int32)
+        host_pool = write(host_pool, records, jnp.where(rows < config.host_rows, rows, -1))
+    return jax.block_until_ready(host_pool)
+
+
+def arrays(size: Size) -> tuple[Fixed, Directions]:
+    seats, context = size.seats, size.context
+    names = jax.random.split(jax.random.key(1), 7)
+    rows = jnp.arange(seats * context, dtype=jnp.int32).reshape(seats, context)
+    length = jnp.full((seats,), context - 1, jnp.int32)
+    view = StepView(rows, length, length[:, None], rows[:, -1:], length[:, None] + 1, jnp.int32(0))
+    fixed = Fixed(
+        view,
+        jax.random.normal(names[0], (seats, 1, HEADS, LATENT + ROPE)),
+        jax.random.normal(names[1], (seats, 1, LATENT + ROPE)),
+        jnp.abs(jax.random.normal(names[2], (seats, 1, INDEX_HEADS))),
+        jax.random.normal(names[3], (seats, 1, 128)),
+    )
+    directions = Directions(*(jax.random.normal(name, (seats, 1, INDEX_HEADS, 128)) for name in names[4:]))
+    return jax.device_put((fixed, directions), jax.devices()[0])
+
+
+class Bench:
+    """Layers of several sizes and ways; programs are compiled by threads, as soon as it is known that they are due."""
+
+    def __init__(self, jobs: list[tuple[Size, str, bool]]):
+        self.threads = ThreadPoolExecutor(8)
+        self.shared: dict[Size, tuple[Any, Fixed, Directions]] = {}
+        for size in dict.fromkeys(size for size, _, _ in jobs):
+            self.shared[size] = (filled_host_pool(size.config("fused")), *arrays(size))
+        self.programs = {job: self.threads.submit(self.compile, *job) for job in jobs}
+
+    def compile(self, size: Size, way: str, is_timeline: bool) -> Any:
+        config = size.config(way)
+        host_pool, fixed, _ = self.shared[size]
+        carry = jax.eval_shape(lambda: (first_state(config, jax.random.key(3)), jnp.int32(1), jnp.float32(0)))
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        carry = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), carry)
+        queries = jax.ShapeDtypeStruct((size.steps, size.seats, 1, INDEX_HEADS, 128), jnp.float32, sharding=device)
+        lowered = program(config, size.steps).lower(carry, host_pool if config.offload else None, fixed, queries)
+        return lowered.compile(compiler_options=NO_GRAPHS if is_timeline else None)
+
+    def layer(self, size: Size, way: str, is_timeline: bool = False) -> Layer:
+        host_pool, fixed, directions = self.shared[size]
+        host_pool = None if way == "resident" else host_pool
+        return Layer(size, way, host_pool, fixed, directions, self.programs[size, way, is_timeline])
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def shares(moved: list[Any]) -> dict[str, float]:
+    """Hit rate, and rows a step that were staged, useful and recalled."""
+    total = {name: float(np.sum([np.sum(getattr(one, name)) for one in moved])) for name in vars(moved[0])}
+    steps = sum(np.asarray(one.hits).size for one in moved)
+    missing = total["useful"] + total["recalled"]
+    each = {name: total[name] / steps for name in ("staged", "useful", "recalled", "evicted")}
+    return dict(hit=total["hits"] / (total["hits"] + missing), **each)
+
+
+def calibrate(layer: Layer, wanted: float, turns: int) -> float:
+    """The weight of the fresh direction at which the hit rate is `wanted`, within 0.002."""
+    low, high = 0.0, 2.0  # nothing new but the turning part; hardly anything old
+    fresh = 0.1
+    for _ in range(10):
+        layer.run(layer.queries(fresh, turns))
+        hit = shares(layer.run(layer.queries(fresh, 8))[1])["hit"]
+        print(f"  fresh directions of weight {fresh:.4f}: hit rate {hit:.4f}", flush=True)
+        if abs(hit - wanted) < 0.002:
+            break
+        low, high = (fresh, high) if hit > wanted else (low, fresh)
+        fresh = math.sqrt(max(low, 1e-3) * high)
+    return fresh
+
+
+def measure(layers: dict[str, Layer], fresh: float, turns: int, groups: int = 10, calls: int = 8):
+    """Each way in turn, so that what drifts meets all of them: us a step, and what moved."""
+    times: dict[str, list[float]] = {way: [] for way in layers}
+    moved: dict[str, list[Any]] = {way: [] for way in layers}
+    for layer in layers.values():
+        layer.run(layer.queries(fresh, turns))
+    for _ in range(groups):
+        for way, layer in layers.items():
+            elapsed, counts = layer.run(layer.queries(fresh, calls))
+            times[way].append(elapsed)
+            moved[way] += counts
+    return {way: summarise(each) for way, each in times.items()}, {way: shares(each) for way, each in moved.items()}
+
+
+def describe(share: dict[str, float]) -> str:
+    rows = ", ".join(f"{name} {share[name]:.0f}" for name in ("staged", "useful", "recalled", "evicted"))
+    return f"hit rate {share['hit']:.4f}; rows a step: {rows}"
+
+
+METHOD = (
+    "{steps} chained steps in one program, 8 calls without a wait, wall clock a step, median of 10, the ways in turn; "
+    "everything of `echo_layer` from given projections to attended values, without the write-back"
+)
+
+
+def record(size: Size, claim: str | None, name: str, value: Measurement | float, unit: str, notes: str, **fields: Any):
+    fields.setdefault("method", METHOD.format(steps=size.steps))
+    harness.record(
+        claim,
+        name="" if claim else name,
+        value=value,
+        unit=unit,
+        file=FILE,
+        shapes=size.shapes(),
+        notes=notes,
+        **fields,
+    )
+
+
+def layer(bench: Bench, size: Size = LAYER) -> float:
+    """[E.layer_us], [E.layer_resident_us]; the weight of fresh directions that was found."""
+    layers = {way: bench.layer(size, way) for way in WAYS}
+    turns = -(-96 // size.steps)
+    fresh = calibrate(layers["separate"], HIT, turns)
+    times, share = measure(layers, fresh, turns)
+    best = min(("separate", "fused"), key=lambda way: times[way].median)
+    for way in WAYS:
+        claim = {"resident": "E.layer_resident_us", best: "E.layer_us"}.get(way)
+        notes = f"prefetch {way}; {describe(share[way])}" if way != "resident" else "everything on the device"
+        print(
+            f"B {size.seats} {way:>9}: {times[way].median:7.1f} us [{times[way].p10:.1f} {times[way].p90:.1f}]  {notes}"
+        )
+        record(size, claim, f"attention part of a layer, B {size.seats}, {way}", times[way], "us", notes)
+    return fresh
+
+
+def light(bench: Bench, size: Size = LIGHT, fresh: float | None = None) -> None:
+    """[D.light_load_us], and the first 16 steps from an empty pool."""
+    layers = {way: bench.layer(size, way) for way in WAYS}
+    turns = -(-256 // size.steps)
+    for way, one in layers.items():  # the programs run once before anything is timed
+        one.run(one.queries(0.1, 1))
+        one.carry, one.time = one.first_carry(), 0
+        cold = one.queries(fresh or 0.1, 16 // size.steps)
+        jax.block_until_ready(one.carry)
+        elapsed, moved = one.run(cold)
+        notes = describe(shares(moved)) if way != "resident" else ""
+        print(f"B {size.seats} {way:>9}: the first 16 steps {elapsed:.1f} us each  {notes}", flush=True)
+        name = f"attention part of a layer, B {size.seats}, {way}: the first 16 steps from an empty pool"
+        record(size, None, name, elapsed, "us", notes, method="wall clock of the first 16 steps and one wait, over 16")
+    if fresh is None:
+        fresh = calibrate(layers["separate"], HIT, turns)
+    times, share = measure(layers, fresh, turns)
+    for way in WAYS:
+        notes = f"prefetch {way}; {describe(share[way])}" if way != "resident" else "everything on the device"
+        print(
+            f"B {size.seats} {way:>9}: {times[way].median:7.1f} us [{times[way].p10:.1f} {times[way].p90:.1f}]  {notes}"
+        )
+        record(size, None, f"attention part of a layer, B {size.seats}, {way}", times[way], "us", notes)
+    best = min(("separate", "fused"), key=lambda way: times[way].median)
+    ratio = times[best].median / times["resident"].median
+    notes = f"prefetch {best}: {times[best].median:.1f} us over {times['resident'].median:.1f}; {describe(share[best])}"
+    print(f"B {size.seats}: offloaded over resident {ratio:.3f} ({notes})", flush=True)
+    record(size, "D.light_load_us", "", ratio, "ratio", notes)
+
+
+def timeline(bench: Bench, size: Size, fresh: float) -> None:
+    """The kernels of one step, in order; without graphs, one stream."""
+    for way in ("fused", "separate", "resident"):
+        one = bench.layer(size, way, is_timeline=True)
+        one.run(one.queries(fresh, 96))
+        left = iter(one.queries(fresh, 15))
+        times = gpu_timing.kernel_times(lambda one=one, left=left: one.run([next(left)])[0], repeats=12)
+        lines = [f"{each.median:6.1f}  {name}" for name, each in times.kernels if each.median >= 1]
+        rest = [each.median for _, each in times.kernels if each.median < 1]
+        print(
+            f"B {size.seats} {way}: {times.total.median:.1f} us of kernels, {len(rest)} below 1 us ({sum(rest):.1f} us)"
+        )
+        print("\n".join(f"    {line}" for line in lines), flush=True)
+        record(
+            size,
+            None,
+            f"timeline of the attention part of a layer, B {size.seats}, {way}: sum of kernel times",
+            times.total,
+            "us",
+            "; ".join(f"{name[:48]} {each.median:.1f}" for name, each in times.kernels if each.median >= 1)
+            + f"; {len(rest)} more below 1 us: {sum(rest):.1f}",
+            method="kernel times (CUPTI), median of 12 steps, no graph, L2 overwritten before each",
+        )
+
+
+def main(parts: list[str]) -> int:
+    known = ("layer", "light", "timeline")
+    if unknown := [part for part in parts if part not in known]:
+        print(f"{unknown[0]!r} is none of {', '.join(known)}", file=sys.stderr)
+        return 2
+    parts = parts or list(known)
+    step = dataclasses.replace(LAYER, steps=1)
+    jobs = [(size, way, False) for part, size in (("layer", LAYER), ("light", LIGHT)) if part in parts for way in WAYS]
+    started = time.perf_counter()
+    bench = Bench(jobs + [(step, way, True) for way in WAYS if "timeline" in parts])
+    fresh = None
+    if "layer" in parts:
+        fresh = layer(bench)
+        print(f"layer: done after {time.perf_counter() - started:.0f} s", flush=True)
+    if "light" in parts:
+        light(bench, fresh=fresh)
+        print(f"light: done after {time.perf_counter() - started:.0f} s", flush=True)
+    if "timeline" in parts:
+        timeline(bench, step, fresh or 0.1)
+        print(f"timeline: done after {time.perf_counter() - started:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
