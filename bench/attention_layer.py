@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from bench import gpu_timing, harness
 from bench.harness import Measurement, summarise
@@ -127,7 +126,7 @@ def one_step(config: CacheConfig, host_pool, state: LayerState, fixed: Fixed, in
 
 
 def program(config: CacheConfig, steps: int):
-    """`steps` steps one after another: (state, clock, after), index queries f32[steps, ...] -> the same, and counts."""
+    """`steps` steps one after another: (state, clock, after), index queries f32[steps, ...] -> as many, and counts."""
     step = jax.jit(functools.partial(one_step, config))  # traced once
 
     def run(carry, host_pool, fixed, index_queries):
@@ -136,7 +135,7 @@ def program(config: CacheConfig, steps: int):
         for index in range(steps):
             state, after, moved = step(host_pool, state, fixed, index_queries[index], clock + index, after)
             counts.append(moved)
-        return (state, clock + steps, after), jax.tree.map(lambda *parts: jnp.stack(parts), *counts)
+        return (state, clock + steps, after), tuple(counts)
 
     return jax.jit(run, donate_argnums=0)
 
@@ -179,12 +178,12 @@ class Layer:
         return jax.block_until_ready(made)
 
     def run(self, queries: list[jax.Array]) -> tuple[float, list[Any]]:
-        """Microseconds a step of calls that follow each other without a wait, and what moved in each call."""
+        """Microseconds a step of calls that follow each other without a wait, and what moved in each step."""
         moved = []
         started = time.perf_counter()
         for one in queries:
             self.carry, counts = self.compiled(self.carry, self.host_pool, self.fixed, one)
-            moved.append(counts)
+            moved += counts
         jax.block_until_ready(self.carry)
         elapsed = (time.perf_counter() - started) * 1e6
         return elapsed / (len(queries) * self.size.steps), moved
@@ -274,10 +273,10 @@ class Bench:
 
 def shares(moved: list[Any]) -> dict[str, float]:
     """Hit rate, and rows a step that were staged, useful and recalled."""
-    total = {name: float(np.sum([np.sum(getattr(one, name)) for one in moved])) for name in vars(moved[0])}
-    steps = sum(np.asarray(one.hits).size for one in moved)
+    moved = jax.device_get(moved)
+    total = {name: float(sum(getattr(one, name) for one in moved)) for name in vars(moved[0])}
     missing = total["useful"] + total["recalled"]
-    each = {name: total[name] / steps for name in ("staged", "useful", "recalled", "evicted")}
+    each = {name: total[name] / len(moved) for name in ("staged", "useful", "recalled", "evicted")}
     return dict(hit=total["hits"] / (total["hits"] + missing), **each)
 
 
