@@ -303,13 +303,14 @@ def _fill(records, shared: Shared, layer, wanted: Lists, staged):
     return hostmem.recall(records, shared.pool, layer, *asked, records[:0], staged)
 
 
-# ---- the whole road: ((records, maps), changing, shared, layer) -> ((records, maps), what must be there) -------------
+# ---- the whole road: (records, changing, shared, layer) -> (records, what must be there) -----------------------------
 
 
-def whole(state, changing, shared: Shared, layer, config: CacheConfig, way: str):
+def whole(records, changing, shared: Shared, layer, config: CacheConfig, way: str):
     """As `echo_layer` without projections and attention. way: "resident", "in turn", "fused" or "second stream"."""
-    state, slots, positions, kth, _ = layer_of(state, changing, shared, layer, config, way)
-    return state, (slots, positions, kth)
+    *others, maps = changing
+    (records, maps), slots, positions, kth, _ = layer_of((records, maps), others, shared, layer, config, way)
+    return records, (maps, slots, positions, kth)
 
 
 def layer_of(
@@ -355,7 +356,3 @@ def on_second_stream(scores, threshold, maps: SlotMaps, view: StepView, shared: 
     beside: Any = compute_on(hostmem.read_rows, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
     records = beside(shared.pool, layer, staged.reshape(-1))
     return Staging(staged, records.reshape(*staged.shape, *config.records.shape), refused)
-
-
-copied = jax.jit(functools.partial(jax.tree.map, jnp.copy))
-"""Maps that a call may take."""

@@ -1,8 +1,11 @@
-// Marks in a program, for bench/prefetch_timing.py: compiled and registered there on the spot. Bench only.
+// Marks in a program, and a sweep of the L2, for bench/prefetch_timing.py: compiled and registered there on the spot.
+// Bench only.
 //
 // A mark passes its first operands on, in place, as many as there are results; the others it only waits for. With a
 // number it records that CUDA event where it stands in the program's order, without one it launches nothing: an order
 // between two kernels that costs the GPU nothing. Not command-buffer compatible: a captured event would time nothing.
+//
+// The sweep waits for its operands and writes zeros to its result, which is larger than the L2.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -23,7 +26,18 @@ ffi::Error Mark(cudaStream_t stream, ffi::RemainingArgs, ffi::RemainingRets, int
   return error == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(error));
 }
 
+ffi::Error Sweep(cudaStream_t stream, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> result) {
+  const cudaError_t error = cudaMemsetAsync(result->untyped_data(), 0, result->size_bytes(), stream);
+  return error == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(error));
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SweepCuda, Sweep,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MarkCuda, Mark,
                               ffi::Ffi::Bind()

@@ -126,7 +126,7 @@ def jobs_of(seats: int, length: int, records: str, pool: Any, is_whole: bool) ->
         config = calls.config_of(seats, length, records, host_rows, STAGING["whole"])
         for way in WAYS:
             program = functools.partial(calls.whole, config=config, way=way)
-            found[f"whole {way}"] = timing.Job(program, (held, maps), (start("whole"), query, limits), shared)
+            found[f"whole {way}"] = timing.Job(program, held, (start("whole"), query, limits, maps), shared)
     return found
 
 
@@ -190,16 +190,18 @@ class Bound:
 
     def time_whole(self, compiled: Any, misses: int, cap: int) -> Measurement:
         """us of a program of the whole road; every call has maps of its own, as the misses of a pool are its own."""
-        maps = self.maps(misses)
-        changing = [(self.starts["whole"], one.query, one.threshold) for one in self.given.sets]
+        changing = [
+            (self.starts["whole"], one.query, one.threshold, maps)
+            for one, maps in zip(self.given.sets, self.maps(misses), strict=True)
+        ]
         return timing.time_calls(
             compiled,
-            lambda call: (self.held[0], calls.copied(maps[call % len(maps)])),
+            lambda call: self.held[0],
             changing,
             calls.shared_of(self.given, self.pool, cap),
             self.pool.shape[0],
             self.repeats,
-            keep=lambda state: self.held.__setitem__(0, state[0]),
+            keep=lambda state: self.held.__setitem__(0, state),
         )
 
     def maps(self, misses: int) -> list[SlotMaps]:

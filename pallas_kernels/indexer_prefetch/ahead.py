@@ -269,8 +269,8 @@ def program(shape: Shape) -> str:
     """What every thread of the prefetch role runs. Operands: the references in order, the block, its tiles.
 
     Every branch is taken by a whole warp. The names: `part`, the math warpgroup that scored this lane's word; `offset`,
-    where its half begins in its page; `left`, its candidates not yet looked at; `votes`, lanes of the warp; `marks`, the
-    8 bits of the half close together, a byte of `above`.
+    where its half begins in its page; `left`, its candidates not yet looked at; `votes`, lanes of the warp; `marks`,
+    the 8 bits of the half close together, a byte of `above`.
     """
     every, size, warps = EVERY_LANE, shape.record_bytes, shape.fetchers * WARPS
     run, runs = shape.tuning.run, shape.runs
