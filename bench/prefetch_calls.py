@@ -251,13 +251,14 @@ def score(start: Start, query, shared: Shared):
     return indexer_scores(*asked, implementation="mosaic_gpu")
 
 
-def prefetch(start: Start, query, threshold, slot_of, shared: Shared, layer, staging: int):
+def prefetch(start: Start, query, threshold, slot_of, shared: Shared, layer, staging: int, bound=None):
     """The fused kernel; its lists are blank beforehand, as a step has them made beside what comes before the scores."""
     return indexer_prefetch(
         *(query, shared.weights, shared.pages, shared.numbers, start.visible, threshold, shared.lengths, shared.cap),
         *(slot_of, shared.pool, layer),
         staging=staging,
         blank=start.blank,
+        bound=bound,
         implementation="mosaic_gpu",
     )
 
@@ -325,7 +326,7 @@ def layer_of(
     view = StepView(shared.rows, lengths, lengths[:, None], new_rows, start.visible, step)
     staging, above = recall.no_staging(config, config.seats), None
     if way == "fused":
-        found = prefetch(start, query, threshold, maps.slot_of, shared, layer, config.staging)
+        found = prefetch(start, query, threshold, maps.slot_of, shared, layer, config.staging, threshold)
         scores, above = found.scores, found.above
         staging = Staging(found.rows, found.records, found.refused)
     else:

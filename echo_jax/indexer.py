@@ -32,7 +32,7 @@ class Bound(NamedTuple):
     """A hint to `select`: a score that, it is hoped, somewhat more than top_k visible ones of each row exceed."""
 
     score: jax.Array  # f32[N]  any value will do; one that is not finite is no hint
-    above: jax.Array | None = None  # u32[N, ceil(P / 32)]  bit p % 32 of word p // 32: score[n, p] > bound; a promise
+    above: jax.Array | None = None  # u32[N, ceil(P / 32)]  bit p % 32 of word p // 32: set where score[n, p] > bound
 
 
 def scores(query: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:

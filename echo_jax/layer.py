@@ -77,11 +77,12 @@ def echo_layer(
     staging = recall.no_staging(config, view.rows.shape[0]) if staging is None else staging
     if shared is None:
         state = append(config, state, view, inputs)
+        bound = selection_bound(config, state)
         if config.offload:
             assert host_pool is not None
-            score, staging, bound = score_and_prefetch(config, state, host_pool, layer, view, inputs)
+            score, staging, bound = score_and_prefetch(config, state, host_pool, layer, view, inputs, bound)
         else:
-            score, bound = score_positions(config, state, view, inputs), None
+            score = score_positions(config, state, view, inputs)
         selection = select(config, view, score, selector, bound)
         scores = jnp.take_along_axis(score, jnp.maximum(selection.positions, 0), axis=-1)
     else:
@@ -109,23 +110,39 @@ def append(config: CacheConfig, state: LayerState, view: StepView, inputs: Layer
     return state.replace(index_keys=config.keys.append(state.index_keys, view.new_rows.reshape(-1), keys))
 
 
+def selection_bound(config: CacheConfig, state: LayerState) -> Bound | None:
+    """A hint to `select`, f32[B]: what the threshold policy expects somewhat more than K positions of each seat to
+    exceed. None where it has no such guess, or the selection no use for it."""
+    if not indexer.uses_library(min(config.top_k, config.capacity), config.top_k_implementation):
+        return None
+    score = threshold.bound(config.threshold, state.threshold, config.seats)
+    return None if score is None else Bound(score)
+
+
 def score_and_prefetch(
-    config: CacheConfig, state: LayerState, host_pool: jax.Array, layer: jax.Array, view: StepView, inputs: LayerInputs
+    config: CacheConfig,
+    state: LayerState,
+    host_pool: jax.Array,
+    layer: jax.Array,
+    view: StepView,
+    inputs: LayerInputs,
+    bound: Bound | None = None,
 ) -> tuple[jax.Array, Staging, Bound | None]:
     """The scores of `score_positions`, and the rows above the predicted threshold copied ahead, together or in turn.
 
-    Together, and with one new token a seat, the scorer also says which scores are above it: a hint to `select`.
+    Together, the scorer also says which scores exceed the bound, u32[B, T, P // 32]: the bound comes back with that.
     """
     predicted = threshold.predict(config.threshold, state.threshold, config.seats)
     if not config.prefetches_in_scorer:
         score = score_positions(config, state, view, inputs)
-        return score, recall.prefetch(config, state, host_pool, layer, view, score, predicted), None
+        return score, recall.prefetch(config, state, host_pool, layer, view, score, predicted), bound
     assert state.slots is not None
     operands, wanted = scorer_operands(config, state, view, inputs)
     cap = recall.prefetch_cap(config, view)
     arguments: Any = (*operands, predicted, view.lengths, cap, state.slots.slot_of, host_pool, layer)
-    found = indexer_prefetch(*arguments, staging=config.staging, implementation=wanted)
-    bound = Bound(predicted, found.above) if config.tokens_per_step == 1 else None
+    bounds = None if bound is None else bound.score
+    found = indexer_prefetch(*arguments, staging=config.staging, bound=bounds, implementation=wanted)
+    bound = None if bound is None else bound._replace(above=found.above)
     return lax.optimization_barrier(found.scores), Staging(found.rows, found.records, found.refused), bound
 
 
@@ -153,8 +170,11 @@ def page_numbers(rows: jax.Array) -> jax.Array:
 def select(
     config: CacheConfig, view: StepView, score: jax.Array, selector: Selector | None, bound: Bound | None = None
 ) -> Selection:
-    """The selector's choice for every query, i32[B, T, K]; the exact top-k without one, whatever the bound."""
+    """The selector's choice for every query, i32[B, T, K]; the exact top-k without one, whatever the seats' bound."""
     if selector is None:
+        if bound is not None:
+            above = None if bound.above is None else bound.above.reshape(-1, bound.above.shape[-1])
+            bound = Bound(jnp.repeat(bound.score, score.shape[1]), above)
         selector = functools.partial(indexer.select, implementation=config.top_k_implementation, bound=bound)
     flat = selector(score.reshape(-1, score.shape[-1]), view.visible.reshape(-1), config.top_k)
     positions = flat.positions.reshape(*score.shape[:2], -1)

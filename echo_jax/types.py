@@ -92,7 +92,9 @@ class ThresholdPolicy(Protocol):
     """Predicts the k-th best index score of one request in one layer. Unbatched: the library vmaps it over seats.
 
     Whatever `value` returns changes which rows travel early, never which rows are attended. `+inf` prefetches
-    nothing, `-inf` everything up to the cap, NaN nothing.
+    nothing, `-inf` everything up to the cap, NaN nothing. A policy may have another method, `bound(memory)` f32[]: a
+    score that it expects somewhat more than K positions to exceed, which may save the selection time
+    (`threshold.Listing` gives any policy one).
     """
 
     def init(self) -> Any:

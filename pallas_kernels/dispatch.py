@@ -79,6 +79,7 @@ def indexer_prefetch(
     *,
     staging: int,
     blank: tuple[jax.Array, jax.Array] | None = None,
+    bound: jax.Array | None = None,
     implementation: Implementation = None,
     tuning: mosaic_gpu.Tuning | None = None,
     interpret: Any = None,
@@ -99,6 +100,7 @@ def indexer_prefetch(
     layer          i32[]         in 0 .. L - 1, the caller's promise
     staging        S, at least 1: places of a seat
     blank          `indexer_prefetch.ahead.blank(B, S)`, for who wants it made early; it is written to in place
+    bound          f32[B] or None: with it, the result says of every score whether it exceeds its seat's bound
 
     The reference needs a pool in device memory. `mosaic_gpu` covers what it covers in `indexer_scores`, takes pools in
     either memory, inside a jitted function and not under vmap, and reads pinned ones over the link without a copy.
@@ -108,7 +110,7 @@ def indexer_prefetch(
     threshold, lengths, cap = jnp.asarray(threshold), jnp.asarray(lengths), jnp.asarray(cap)
     slot_of, layer = jnp.asarray(slot_of), jnp.asarray(layer, jnp.int32)
     _check(query, weights, pages, page_numbers, visible)
-    _check_prefetch(page_numbers.shape[0], threshold, lengths, cap, slot_of, host_pool, staging)
+    _check_prefetch(page_numbers.shape[0], threshold, lengths, cap, slot_of, host_pool, staging, bound)
     if _chosen(implementation, query, pages) == "reference":
         if _mosaic.is_in_host_memory(host_pool):
             raise NotImplementedError(
@@ -116,14 +118,14 @@ def indexer_prefetch(
                 "a pool in device memory, or implementation='mosaic_gpu' on a Hopper GPU"
             )
         scores = reference.indexer_scores(query, weights, pages, page_numbers, visible)
-        asked = threshold, lengths, cap, slot_of, host_pool, layer, staging
+        asked = threshold, lengths, cap, slot_of, host_pool, layer, staging, bound
         return prefetch_reference.stage(scores, page_numbers, *asked)
     query, weights = _padded(query, weights, pages)
     if tuning is None:
         tuning = tuned(pages.dtype == jnp.uint8, page_numbers.size, "indexer_prefetch")
     return prefetch_mosaic_gpu.score_and_prefetch(
         *(query, weights, pages, page_numbers, visible, threshold, lengths, cap, slot_of, host_pool, layer, staging),
-        *(tuning, interpret, blank),
+        *(tuning, interpret, blank, bound),
     )
 
 
@@ -212,7 +214,9 @@ def _check(query: Any, weights: Any, pages: Any, page_numbers: Any, visible: Any
             raise ValueError(f"{name} must be {jnp.dtype(wanted)}, not {array.dtype}")
 
 
-def _check_prefetch(seats: int, threshold: Any, lengths: Any, cap: Any, slot_of: Any, host_pool: Any, staging: int):
+def _check_prefetch(
+    seats: int, threshold: Any, lengths: Any, cap: Any, slot_of: Any, host_pool: Any, staging: int, bound: Any
+):
     if staging < 1:
         raise ValueError(f"staging is {staging} but must be at least 1; without places call indexer_scores")
     if host_pool.ndim < 3:
@@ -222,6 +226,7 @@ def _check_prefetch(seats: int, threshold: Any, lengths: Any, cap: Any, slot_of:
         raise ValueError(f"a record has {record_bytes} bytes, not a multiple of 4; pad the record")
     for name, array, shape, dtype in (
         ("threshold", threshold, (seats,), jnp.float32),
+        *([] if bound is None else [("bound", bound, (seats,), jnp.float32)]),
         ("lengths", lengths, (seats,), jnp.int32),
         ("cap", cap, (seats,), jnp.int32),
         ("slot_of", slot_of, (host_pool.shape[1],), jnp.int32),

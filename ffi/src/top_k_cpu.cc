@@ -89,7 +89,7 @@ void SelectFrom(const Keys& from, int64_t k, uint32_t* left, int32_t* positions,
   std::memcpy(kth_score, &bits, sizeof bits);
 }
 
-// One row's keys and positions above a bound, by the caller's marks where there are some.
+// One row's keys and positions above a bound, looked for at the caller's marks where there are some.
 template <typename Bits>
 Keys KeysAbove(const Bits* score, int64_t visible, uint32_t bound, const uint32_t* above, uint32_t* keys,
                int32_t* positions) {
@@ -102,7 +102,7 @@ Keys KeysAbove(const Bits* score, int64_t visible, uint32_t bound, const uint32_
     const uint32_t key = OrderKey(score[p]);
     keys[count] = key;
     positions[count] = static_cast<int32_t>(p);
-    count += above == nullptr ? key > bound : above[p / 32] >> (p % 32) & 1;
+    count += key > bound && (above == nullptr || (above[p / 32] >> (p % 32) & 1) != 0);
   }
   return {keys, positions, count};
 }

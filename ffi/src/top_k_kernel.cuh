@@ -254,13 +254,13 @@ __device__ inline void Finish(Kth kth, uint32_t* kth_bits) {
 }
 
 // The k best of one row's `visible` scores where the caller's marks list them: false, and nothing written, where too
-// few or too many positions are marked.
+// few or too many positions are marked, or fewer than k of them exceed the bound, which what is not marked does not.
 template <typename Bits>
-__device__ bool SelectFromMarked(Shared& shared, const Row<Bits>& row, const uint32_t* above, uint32_t visible,
-                                 uint32_t k, uint32_t blocks, int32_t* positions, uint32_t* kth_bits) {
+__device__ bool SelectFromMarked(Shared& shared, const Row<Bits>& row, Hint hint, uint32_t visible, uint32_t k,
+                                 uint32_t blocks, int32_t* positions, uint32_t* kth_bits) {
   const uint32_t words = (visible + 31) / 32, each = (words + blocks - 1) / blocks, block = BlockOfCluster();
   const Segment segment = {min(block * each, words), min((block + 1) * each, words)};
-  CollectMarked(shared, row, above, segment, visible);
+  CollectMarked(shared, row, hint.above, segment, visible);
   ClusterSync();  // all lists and counts are complete
   const Theirs theirs = ReadCounts(shared, blocks);
   const uint32_t all = theirs.SumOfFirst(blocks).above;
@@ -269,6 +269,10 @@ __device__ bool SelectFromMarked(Shared& shared, const Row<Bits>& row, const uin
     return false;
   }
   const Found found = FindAmongListed(shared, theirs, k, blocks);
+  if (found.kth.key <= hint.bound) {
+    ClusterWait();
+    return false;
+  }
   EmitListed(shared, (segment.last - segment.first) * 32, static_cast<int32_t>(segment.first * 32), found, positions);
   Finish(found.kth, kth_bits);
   return true;
@@ -286,7 +290,7 @@ __device__ void SelectFromRow(Shared& shared, const Bits* scores, uint32_t visib
   }
   shared.scratch.ClearHistogram();
   if (hint.above != nullptr) {
-    if (SelectFromMarked(shared, row, hint.above, visible, k, blocks, positions, kth_bits)) return;
+    if (SelectFromMarked(shared, row, hint, visible, k, blocks, positions, kth_bits)) return;
     hint.bound = 0;  // what misled those who marked would mislead here
   }
 

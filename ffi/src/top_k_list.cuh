@@ -27,7 +27,7 @@ static_assert(kMaxSample <= kCapacity && kWindow % (kBatch * kThreads) == 0);
 // What somebody knew of a row before. Neither changes what is selected.
 struct Hint {
   uint32_t bound;         // the key of a score that, it is hoped, a few more than k exceed; 0 for none
-  const uint32_t* above;  // a bit for each position, 32 a word: does the score exceed a bound? nullptr for none
+  const uint32_t* above;  // a bit for each position, 32 a word, where the score may exceed it; nullptr for none
 };
 
 // How many keys lie above a key, and how many equal it.

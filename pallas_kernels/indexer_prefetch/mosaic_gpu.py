@@ -20,8 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
 from pallas_kernels.indexer_prefetch import ahead
+from pallas_kernels.indexer_prefetch.above import Above
 from pallas_kernels.indexer_prefetch.ahead import Ahead, Shape, Watched
-from pallas_kernels.indexer_prefetch.reference import Prefetched
+from pallas_kernels.indexer_prefetch.reference import WORD, Prefetched
 from pallas_kernels.indexer_scores import mosaic_gpu as scores
 from pallas_kernels.indexer_scores.mosaic_gpu import PAGE, WEIGHTS, WIDTH, Refs, Tuning
 
@@ -42,6 +43,7 @@ def score_and_prefetch(
     tuning: Tuning,
     interpret: Any = None,
     blank: tuple[jax.Array, jax.Array] | None = None,
+    bound: jax.Array | None = None,
 ) -> Prefetched:
     """query .. visible as in `indexer_scores.mosaic_gpu.score_pages`, the others as in `dispatch.indexer_prefetch`.
 
@@ -59,6 +61,7 @@ def score_and_prefetch(
         host_rows=host_pool.shape[1],
         record=record,
         record_bytes=math.prod(record) * host_pool.dtype.itemsize,
+        keeps_above=bound is not None,
     ).fitted()
     # The same views of a page as in `score_pages`.
     keys = (pages,)
@@ -70,13 +73,14 @@ def score_and_prefetch(
         )
     candidates, listed = map(jax.new_ref, ahead.blank(seats, staging) if blank is None else blank)
     pool = _mosaic.host_as_device(host_pool)
-    out, records, above = _kernel(shape, host_pool.dtype, interpret)(
+    bounds = () if bound is None else (bound,)
+    out, records, *above = _kernel(shape, host_pool.dtype, interpret)(
         *(query, weights, page_numbers, visible, threshold, lengths, cap, slot_of, pool, layer.reshape(1)),
-        *(candidates, listed, *keys),
+        *(candidates, listed, *bounds, *keys),
     )
     total = jax.freeze(candidates) - ahead.NO_CANDIDATES
     count = jnp.minimum(total, jnp.clip(cap, 0, staging))
-    return Prefetched(out, jax.freeze(listed), records, count, total - count, above)
+    return Prefetched(out, jax.freeze(listed), records, count, total - count, *above)
 
 
 @functools.lru_cache(maxsize=64)
@@ -98,11 +102,13 @@ def _kernel(shape: Shape, record_type: Any, interpret: Any) -> Any:
     verdicts = ahead.scratch(shape)
 
     def indexer_prefetch(query, weights, page_numbers, visible, threshold, lengths, cap, slot_of, *rest, **buffers):
-        pool, layer, candidates, listed, key_pages, *rest = rest
-        scale_pages, out, records, above = rest if shape.is_fp8 else (None, *rest)
+        pool, layer, candidates, listed, *rest = rest
+        bound, key_pages, *rest = rest if shape.keeps_above else (None, *rest)
+        *rest, above = rest if shape.keeps_above else (*rest, None)
+        scale_pages, out, records = rest if shape.is_fp8 else (None, *rest)
         left = {"verdicts_cleared": None, "page_scored": None} | {name: buffers.pop(name) for name in verdicts}
-        after = Ahead(threshold, lengths, cap, slot_of, pool, layer, candidates, listed, records, above, **left)
-        watched = Watched(shape, out, after)
+        after = Ahead(threshold, lengths, cap, slot_of, pool, layer, candidates, listed, records, **left)
+        watched = Watched(shape, out, after, Above(bound, above) if shape.keeps_above else None)
         buffers = {"scales": None, **buffers}
         refs = Refs(query, weights, page_numbers, visible, key_pages, scale_pages, watched, **buffers)
         role = lax.axis_index("role")
@@ -125,12 +131,13 @@ def _kernel(shape: Shape, record_type: Any, interpret: Any) -> Any:
             ahead.wait_for_clear(shape, after)
             ahead.prefetch(shape, after, page_numbers)
 
+    above = jax.ShapeDtypeStruct((shape.seats, shape.rows, shape.page_count * PAGE // WORD), jnp.uint32)
     return plgpu.kernel(
         indexer_prefetch,
         out_type=(
             jax.ShapeDtypeStruct((shape.seats, shape.rows, shape.page_count * PAGE), jnp.float32),
             jax.ShapeDtypeStruct((shape.seats, shape.staging, *shape.record), record_type),
-            jax.ShapeDtypeStruct((shape.seats, 2 * shape.page_count), jnp.uint32),
+            *((above,) if shape.keeps_above else ()),
         ),
         grid=(tuning.blocks,),
         grid_names=("block",),

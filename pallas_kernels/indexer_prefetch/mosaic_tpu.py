@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.indexer_prefetch.reference import NO_ROW, NO_SLOT, Prefetched, marks
+from pallas_kernels.indexer_prefetch.reference import NO_ROW, NO_SLOT, Prefetched
 from pallas_kernels.indexer_scores.reference import PAGE
 
 WORD = 32  # verdicts in a scalar
@@ -155,7 +155,7 @@ def score_and_prefetch(
     )
     made = Results(*call(*numbers, *blocks))
     scores = made.scores.swapaxes(1, 2).reshape(seats, rows, -1)
-    return Prefetched(scores, made.rows, made.records, made.count, made.refused, marks(scores, threshold))
+    return Prefetched(scores, made.rows, made.records, made.count, made.refused)
 
 
 def _kernel(*references: Any) -> None:

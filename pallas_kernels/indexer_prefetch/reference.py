@@ -7,7 +7,7 @@ predicts a threshold or who uses what was fetched.
     is_candidate[p] = any_t(scores[t, p] > threshold) and p < length and slot_of[row[p]] == NO_SLOT       # one seat
     staged = the first min(cap, staging) candidates
     records = host_pool[layer, rows of the staged]
-    above[p] = any_t(scores[t, p] > threshold)      # for the selection, which need not look at other scores
+    above[t, p] = scores[t, p] > bound              # for the selection, which need not look at other scores
 
 The order of a seat's list means nothing: another implementation may stage other candidates, in any order, as long as
 it stages as many. A threshold of +inf or NaN has no candidates, one of -inf has all that score above -inf.
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels.indexer_scores.reference import PAGE
 
 NO_ROW = NO_SLOT = -1
+WORD = 32  # positions in a word of `above`
 
 
 class Prefetched(NamedTuple):
@@ -33,7 +34,7 @@ class Prefetched(NamedTuple):
     records: jax.Array  # [B, S, *record]  where the row is NO_ROW, anything
     count: jax.Array  # i32[B]  min(cap, S, candidates)
     refused: jax.Array  # i32[B]  candidates beyond that
-    above: jax.Array  # u32[B, 2 N]  bit p % 32 of word p // 32: does any query row score p above the threshold?
+    above: jax.Array | None = None  # u32[B, T, 2 N]  bit p % 32 of word p // 32: scores[b, t, p] > bound[b]
 
 
 def stage(
@@ -46,6 +47,7 @@ def stage(
     host_pool: jax.Array,
     layer: jax.Array,
     staging: int,
+    bound: jax.Array | None = None,
 ) -> Prefetched:
     """`scores` f32[B, T, 64 N] with the candidates staged; the others as in `dispatch.indexer_prefetch`.
 
@@ -65,14 +67,15 @@ def stage(
     records = host_pool.at[layer, wanted].get(mode="fill", fill_value=0)
     total = jnp.sum(is_candidate, axis=1, dtype=jnp.int32)
     count = jnp.minimum(total, limit)
-    return Prefetched(scores, staged, records, count, total - count, marks(scores, threshold))
+    above = None if bound is None else pack(scores > bound[:, None, None])
+    return Prefetched(scores, staged, records, count, total - count, above)
 
 
-def marks(scores: jax.Array, threshold: jax.Array) -> jax.Array:
-    """`Prefetched.above` of scores f32[B, T, 64 N]."""
-    is_above = jnp.any(scores > threshold[:, None, None], axis=1).reshape(scores.shape[0], -1, 32)
-    bits = is_above.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)[None, None]
-    return jnp.sum(bits, axis=-1, dtype=jnp.uint32)
+def pack(bits: jax.Array) -> jax.Array:
+    """u32[..., M // 32] words of bits bool[..., M], the lowest bit first."""
+    words = bits.reshape(*bits.shape[:-1], -1, WORD).astype(jnp.uint32)
+    place = jnp.arange(WORD, dtype=jnp.uint32)
+    return jnp.sum(words << place.reshape((1,) * (words.ndim - 1) + (WORD,)), axis=-1, dtype=jnp.uint32)
 
 
 def host_rows(page_numbers: jax.Array) -> jax.Array:

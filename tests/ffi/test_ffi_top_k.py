@@ -112,6 +112,10 @@ def test_marks_stand_for_the_row():
     beyond = np.array([[0, 0xFF]], np.uint32)  # 32 to 39, of which three are not visible
     got = got_by("ffi", score, visible, 6, hint(np.zeros(1, np.float32), beyond))
     np.testing.assert_array_equal(got[0], [[31, 32, 33, 34, 35, 36]])
+    got = got_by(
+        "ffi", score, visible, 4, hint(np.full(1, 16, np.float32), few)
+    )  # only two of the marked ones exceed it
+    np.testing.assert_array_equal(got[0], [[33, 34, 35, 36]])
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 90), st.integers(1, 100), st.sampled_from(list(DTYPES)))
@@ -283,6 +287,15 @@ def test_a_bound_that_is_no_number_is_none_emulated(emulator):
     without = check_emulated(emulator, score, 700, 2, 0)
     for value in (np.nan, np.inf, -np.inf):
         assert check_emulated(emulator, score, 700, 2, 0, np.array([value], np.float32)) == without
+
+
+@pytest.mark.parametrize("bound", [0.5, 3.0])
+def test_marks_that_are_too_many_emulated(emulator, bound):
+    """More may be marked than exceeds the bound; whether enough of it does decides if the rest is looked at."""
+    score, k = selections.make("normal", 1, 3001), 700
+    loosely = selections.marks(score, np.zeros(1))[0]
+    reads = check_emulated(emulator, score[0], k, 3, 1, np.full(1, bound, np.float32), loosely)
+    assert (reads == np.bitwise_count(loosely).sum()) == ((score > bound).sum() >= k)
 
 
 def test_marks_beyond_the_visible_scores_are_not_looked_at_emulated(emulator):

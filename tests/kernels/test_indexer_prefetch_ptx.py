@@ -19,7 +19,7 @@ from tests.kernels.warp import LANES, Warp
 
 # Where each array begins for the evaluator; the pool is far above 4 GiB, and so is what is staged.
 PLACES = dict(page_numbers=2**20, lengths=2**21, cap=2**22, slot_of=2**23, pool=2**44, layer=2**25)
-RESULTS = dict(candidates=2**26, rows=2**27, records=2**40, above=2**28)
+RESULTS = dict(candidates=2**26, rows=2**27, records=2**40)
 PREFETCH_WARPS = 20  # of the block: four warpgroups of maths and one that loads come before
 ONE_BLOCK = Tuning(math=4, blocks=1)
 CUT_TILES = ahead.Tuning(math=3, blocks=5, fetchers=1)
@@ -47,8 +47,7 @@ def kernel(inputs, found, tuning):
     candidates = np.full((seats,), ahead.NO_CANDIDATES, np.int32)
     listed = np.full((seats, inputs.staging), -1, np.int32)
     records = np.full((seats, inputs.staging, *shape.record), 0xDEAD, np.uint32)
-    above = np.full((seats, 2 * page_numbers.shape[1]), 0xDEAD, np.uint32)
-    results = dict(candidates=words(candidates), rows=words(listed), records=words(records), above=words(above))
+    results = dict(candidates=words(candidates), rows=words(listed), records=words(records))
     device = {PLACES[name]: words(array) for name, array in given.items()}
     device |= {RESULTS[name]: array for name, array in results.items()}
     addresses = [*PLACES.values(), *RESULTS.values()]
@@ -65,7 +64,7 @@ def kernel(inputs, found, tuning):
             role = Warp(PREFETCH_WARPS + warp, {64: verdicts, **device})
             role.run(ahead.program(shape), 64, *addresses, block, work)
     count = np.minimum(candidates + 1, np.clip(inputs.cap, 0, inputs.staging))
-    return found, listed, records, count, candidates + 1 - count, above
+    return found, listed, records, count, candidates + 1 - count
 
 
 def score_tile(shape, inputs, found, verdicts, index, seat, tile):
@@ -146,7 +145,6 @@ def test_rows_beyond_two_gib_are_found():
         RESULTS["candidates"]: words(candidates),
         RESULTS["rows"]: words(listed),
         RESULTS["records"]: words(records),
-        RESULTS["above"]: np.zeros(8, np.uint8),
     }
     for warp in range(ahead.WARPS):
         Warp(warp, memory).run(ahead.program(shape), 64, *PLACES.values(), *RESULTS.values(), 0, 1)

@@ -71,7 +71,7 @@ class Warp:
     def compute(self, kind: list[str], source: list[str]) -> np.ndarray:
         dtype: Any = BITS.get(kind[-1], U32)
         match kind:
-            case ["mov", _] | ["cvt", "u64", "u32"]:
+            case ["mov", _] | ["cvt", "u64" | "u16", "u32"]:
                 return self.value(source[0])
             case ["brev", "b32"]:
                 return np.array([int(f"{word:032b}"[::-1], 2) for word in self.value(source[0]).tolist()])
@@ -110,17 +110,14 @@ class Warp:
         count = next((int(part[1]) for part in kind if re.fullmatch(r"v\d", part)), 1)
         data, place = (parts[1], parts[0]) if kind[0] == "st" else parts
         names = [name.strip() for name in data.strip("{}").split(",")]
+        size = 2 if kind[-1] == "b16" else 4
         assert len(names) == count
         for lane in np.flatnonzero(active).tolist():
-            if kind[-1] == "b8":
-                memory, at = self.find(place, lane, 1)
-                memory[at] = self.value(names[0], U32)[lane] & 0xFF
-                continue
-            memory, at = self.find(place, lane, 4 * count)
+            memory, at = self.find(place, lane, size * count)
             for index, name in enumerate(names):
-                word = memory[at + 4 * index : at + 4 * index + 4]
+                word = memory[at + size * index : at + size * index + size]
                 if kind[0] == "st":
-                    word[:] = self.value(name, U32)[lane : lane + 1].view(np.uint8)
+                    word[:] = self.value(name, U32)[lane : lane + 1].view(np.uint8)[:size]
                 else:
                     self.registers.setdefault(name, np.zeros(LANES, U64))[lane] = word.view(U32)[0]
 

@@ -60,10 +60,10 @@
 // echo_bounded_top_k(score f32|bf16[N, P], visible i32[N], bound f32[N], above u32[N, W]; k i64)
 //     -> positions i32[N, k], kth_score f32[N]
 //   echo_top_k, sooner where the caller knows a score that somewhat more than k visible ones of a row exceed: its bound.
-//   Whatever that is, it changes what the call costs and nothing else. W = 0, or W = ceil(P / 32) and above holds the
-//   bound put to every score: bit p mod 32 of word p / 32 says score[n, p] > bound[n], at visible positions. That is a
-//   promise: where k bits or more are set, no other score is looked at. A row with fewer, and on a GPU one with more
-//   than 12,288, is selected from as a whole.
+//   Whatever that is, it changes what the call costs and nothing else. W = 0, or W = ceil(P / 32) and above marks the
+//   positions that exceed it: bit p mod 32 of word p / 32. Other visible positions may be marked too, but each whose score
+//   exceeds the bound must be: where k marked ones do, no score that is not marked is looked at. A row with fewer, and on
+//   a GPU one with more than 12,288 marks, is selected from as a whole.
 #ifndef ECHO_FFI_TARGETS_H_
 #define ECHO_FFI_TARGETS_H_
 
