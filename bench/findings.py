@@ -1,16 +1,19 @@
 """What the replay says about thresholds and eviction: the rows behind docs/findings.md.
 
+    python -m bench.findings traces               record the packaged traces anew, as their headers say: a new model
     python -m bench.findings run [QUESTION...]    replay what is missing of the rows in bench/results/findings/
     python -m bench.findings write                write tables and figures of docs/findings.md from those rows
     python -m bench.findings record               G.best_rule and G.policy_files as rows of bench/results/replay.jsonl
 
-It knows which traces and settings answer which question. What the answers look like is in bench/findings_page.py.
+It knows which traces and settings answer which question. How answers are computed is in bench/findings_rows.py, what
+they look like in bench/findings_page.py.
 
 A rule is tuned on TUNING and judged on UNSEEN only. Rules are compared at equal wasted bytes: each is shifted up and
 down by `margin` (SHIFTS times its running error), which gives a curve of exposed time over wasted bytes.
 """
 
 import itertools
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -115,6 +118,14 @@ def tasks(question: str) -> Iterable[Task]:
 QUESTIONS = ("ema", "rules", "unseen", "slots", "caps", "adversaries", "jumps")
 
 
+def record_traces() -> None:
+    """Every packaged trace by the command in its header; `run` then finds that its rows are missing."""
+    for name in RECORDED:
+        words = shlex.split(open_trace(name).info.recipe["command"])
+        print(" ".join(words), flush=True)
+        subprocess.run([sys.executable, "-m", "echo_jax.cli.main", *words[1:]], cwd=harness.ROOT, check=True)
+
+
 def skipped(trace: str) -> int:
     """The first quarter of a trace, while the pool fills, is left out of every number."""
     return open_trace(trace).info.steps // 4
@@ -138,14 +149,14 @@ def run(questions: Iterable[str]) -> None:
 
 def record() -> None:
     """The two claims that this page answers."""
-    from bench import findings_page
+    from bench import findings_rows
 
-    ratios = findings_page.at_equal_waste(findings_page.sections("unseen"))
-    best = findings_page.best_rule(findings_page.sections("rules"))
+    ratios = findings_rows.at_equal_waste(findings_rows.sections("unseen"))
+    best = findings_rows.best_rule(findings_rows.sections("rules"))
     own = {trace: by_rule[best] for trace, by_rule in ratios.items()}
     harness.record(
         "G.best_rule",
-        value=findings_page.geometric_mean(own.values()),
+        value=findings_rows.geometric_mean(own.values()),
         file="replay.jsonl",
         unit="ratio",
         shapes={"unseen": list(own), "tuned_on": list(TUNING), "rules": list(RULES), "slots": "4 k", "cap": FREE_CAP},
@@ -200,7 +211,9 @@ def policy_files() -> int:
 
 def main(arguments: list[str]) -> int:
     action, *questions = arguments or ["help"]
-    if action == "run":
+    if action == "traces":
+        record_traces()
+    elif action == "run":
         run(questions or QUESTIONS)
     elif action == "write":
         from bench import findings_page

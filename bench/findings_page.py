@@ -3,7 +3,7 @@
     python -m bench.findings write
 
 Between `<!-- findings:begin NAME -->` and `<!-- findings:end -->` stands what a function of BLOCKS returns; all other
-text of the page is left as it is. Knows how the answers are computed from rows. Does not know how a replay works.
+text of the page is left as it is. Knows what a page looks like. How the answers are computed is in findings_rows.py.
 """
 
 import math
@@ -12,104 +12,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench import findings, harness
+from bench.findings_rows import (
+    at_equal_waste,
+    best_rule,
+    curve,
+    exposed,
+    geometric_mean,
+    missing,
+    pick,
+    plain,
+    sections,
+    short,
+    wasted,
+)
+from bench.paper import latest
 from echo_jax.report import svg
-from echo_jax.report.rows import Line, Section, as_number, mean, read
+from echo_jax.report.rows import Line, as_number, mean
 from echo_jax.report.svg import Series
 
 PAGE = harness.ROOT / "docs" / "findings.md"
 FIGURES = PAGE.parent / "figures"
-COST = "h200"
 
 _BLOCK = re.compile(r"(<!-- findings:begin ([a-z-]+) -->\n).*?(<!-- findings:end -->)", re.DOTALL)
-
-
-def sections(question: str) -> list[Section]:
-    """The recorded rows of a question."""
-    return read([findings.FOLDER / f"{question}.jsonl"])
-
-
-def short(section: Section) -> str:
-    """A trace's name without the sizes that all of them have."""
-    name = section.name.removeprefix("synth:").replace(f",{findings.SIZES}", "")
-    return (
-        name.replace(",seed=7", ", other seed")
-        .replace(",jump_every=50", ", jumps")
-        .replace(",scanners=1", ", a scanner")
-    )
-
-
-def exposed(line: Line) -> float:
-    """Microseconds of a layer that copies add, mean over layers."""
-    return line.mean("cost", COST, "with_overlap_us", "mean")
-
-
-def plain(line: Line) -> float:
-    """The same if nothing is copied ahead."""
-    return line.mean("cost", COST, "without_overlap_us", "mean")
-
-
-def wasted(line: Line) -> float:
-    """KB copied in vain in a layer-step."""
-    return line.mean("wasted_bytes_per_step") / 1000
-
-
-def missing(line: Line) -> float:
-    """Selected rows without a slot, in a layer-step of the batch."""
-    return line.per_step("useful") + line.per_step("recalled")
-
-
-def pick(section: Section, **wanted: object) -> Line:
-    """The one line with that policy, eviction, cap, pool and slots (in units of k)."""
-    if "slots" in wanted:
-        wanted["slots_per_request"] = int(float(str(wanted.pop("slots"))) * section.head["top_k"])
-    (found,) = [line for line in section.lines if all(line.setting[name] == value for name, value in wanted.items())]
-    return found
-
-
-# ---- equal waste -----------------------------------------------------------------------------------------
-
-
-def curve(section: Section, rule: str) -> list[tuple[float, float]]:
-    """(wasted KB, exposed us) of a rule's shifts and of copying nothing ahead, ascending by waste."""
-    names = [findings.shifted(rule, shift) for shift in findings.SHIFTS]
-    lines = [pick(section, policy=name) for name in ("never", *names)]
-    return sorted((wasted(line), exposed(line)) for line in lines)
-
-
-def at_waste(points: Sequence[tuple[float, float]], waste: float) -> float:
-    """The curve's exposed time at so much waste, linear between its points; NaN beyond them."""
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
-        if x0 <= waste <= x1:
-            return y0 if x1 == x0 else y0 + (y1 - y0) * (waste - x0) / (x1 - x0)
-    return math.nan
-
-
-def rules_of(section: Section) -> list[str]:
-    """Rules whose every shift was tried."""
-    tried = {line.setting["policy"] for line in section.lines}
-    return [rule for rule in findings.RULES if all(findings.shifted(rule, shift) in tried for shift in findings.SHIFTS)]
-
-
-def at_equal_waste(some: Iterable[Section]) -> dict[str, dict[str, float]]:
-    """trace -> rule -> its exposed time over EMA 0.5's, at the wasted bytes of EMA 0.5."""
-    found = {}
-    for section in some:
-        usual = pick(section, policy="ema")
-        found[short(section)] = {
-            rule: at_waste(curve(section, rule), wasted(usual)) / exposed(usual) for rule in rules_of(section)
-        }
-    return found
-
-
-def best_rule(some: Iterable[Section]) -> str:
-    """The rule of the lowest geometric mean over traces."""
-    ratios = list(at_equal_waste(some).values())
-    return min(ratios[0], key=lambda rule: geometric_mean(one[rule] for one in ratios))
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values if not math.isnan(value)]
-    return math.exp(sum(logs) / len(logs))
 
 
 # ---- tables and figures ----------------------------------------------------------------------------------
@@ -245,7 +169,7 @@ def _curves(files: dict[str, str]) -> str:
 
 
 def block_eviction(files: dict[str, str]) -> str:
-    rows = []
+    rows, misses = [], []
     for section in sections("slots"):
         names = [name for name in findings.EVICTIONS if any(line.setting["eviction"] == name for line in section.lines)]
         for slots in (2, 4, 8):
@@ -253,7 +177,17 @@ def block_eviction(files: dict[str, str]) -> str:
             spared = 1 - (1 - rates["belady"]) / (1 - rates["lru"]) if rates["lru"] < 1 else math.nan
             cells = [share(rates[name]) if name in rates else "" for name in findings.EVICTIONS]
             rows.append([f"{short(section)}, {slots} k", *cells, share(spared)])
-    return "\n\n".join([table(["trace, slots", *findings.EVICTIONS, "misses spared"], rows), commands("slots")])
+            if slots == 2:
+                misses.append((short(section), 100 * (1 - rates["belady"]), 100 * (rates["belady"] - rates["lru"])))
+    parts = [
+        Series(what, [(place, one[column]) for place, one in enumerate(misses)], colour)
+        for what, column, colour in (("Belady", 1, 2), ("LRU adds", 2, 0))
+    ]
+    x = svg.axis("% of the selected rows that miss", [known + more for _, known, more in misses], from_zero=True)
+    title = "Misses under LRU and under Belady (2 k slots)"
+    chart = svg.bar_chart(title, x, parts, [name for name, *_ in misses])
+    made = table(["trace, slots", *findings.EVICTIONS, "misses spared"], rows)
+    return "\n\n".join([figure("findings-eviction", title, chart, files), made, commands("slots")])
 
 
 def block_slots(files: dict[str, str]) -> str:
@@ -281,11 +215,12 @@ def block_slots(files: dict[str, str]) -> str:
 
 
 def block_adversaries(files: dict[str, str]) -> str:
-    rows = []
+    rows, times = [], []
     for section in sections("adversaries"):
         for slots in (2, 4):
             for pool in ("shared", "split"):
                 line = pick(section, slots=slots, pool=pool)
+                times.append((f"{short(section)}, {slots} k, {pool}", exposed(line)))
                 rows.append(
                     [
                         f"{short(section)}, {slots} k, {pool}", share(line.mean("hit_rate")), f"{missing(line):.0f}",
@@ -294,12 +229,23 @@ def block_adversaries(files: dict[str, str]) -> str:
                     ]
                 )  # fmt: skip
     columns = ["trace, slots, pool", "hit", "missing rows", "off by", "found", "KB wasted", "exposed us"]
-    return "\n\n".join([table(columns, rows), commands("adversaries")])
+    parts = [
+        Series(f"{pool} pool", [(n, us if name.endswith(pool) else math.nan) for n, (name, us) in enumerate(times)], c)
+        for pool, c in (("shared", 0), ("split", 1))
+    ]
+    title = "Copies that nobody hides, with and without an adversary"
+    x = svg.axis("exposed us per layer", [us for _, us in times], from_zero=True)
+    drawn = figure("findings-adversaries", title, svg.bar_chart(title, x, parts, [name for name, _ in times]), files)
+    return "\n\n".join([drawn, table(columns, rows), commands("adversaries")])
 
 
 def block_caps(files: dict[str, str]) -> str:
-    rows = []
-    for section in sections("caps"):
+    rows, series = [], []
+    for place, section in enumerate(sections("caps")):
+        fixed = sorted(
+            (int(line.setting["cap"]), exposed(line)) for line in section.lines if line.setting["cap"].isdigit()
+        )
+        series.append(Series(f"{short(section)}, fixed cap", fixed, place, place))
         for line in section.lines:
             slots = line.slots / section.head["top_k"]
             rows.append(
@@ -310,7 +256,48 @@ def block_caps(files: dict[str, str]) -> str:
                 ]
             )  # fmt: skip
     columns = ["trace, slots, cap", "missing rows", "found", "refused", "KB wasted", "no overlap us", "exposed us"]
-    return "\n\n".join([table(columns, rows), commands("caps")])
+    title = "Copies that nobody hides against the cap on rows copied ahead"
+    points = [point for one in series for point in one.points]
+    x = svg.log_axis("most rows copied ahead per request", [cap for cap, _ in points])
+    y = svg.axis("exposed us per layer", [us for _, us in points], from_zero=True)
+    drawn = figure("findings-caps", title, svg.line_chart(title, x, y, series), files)
+    return "\n\n".join([drawn, table(columns, rows), commands("caps")])
+
+
+def block_rivals(files: dict[str, str]) -> str:
+    """What each lossy rival loses in answers, from the newest rows of bench/rivals_quality.py."""
+    rows = latest([(row, at) for row, at in harness.read_rows() if row.name.startswith("rivals: ")])
+    known = {name.removeprefix("rivals: "): row for name, row in rows.items()}
+    exact, answered = known["bits per byte, exact"], known["passkeys answered, exact"]
+    added = "bits per byte over exact, "
+    names = [name.removeprefix(added) for name in known if name.startswith(added)]
+    cells = [["exact top-k", "0.0 %", f"{exact.value:.3f} in all", "", "0.0 %", share(answered.value)]]
+    series = []
+    for place, name in enumerate(names):
+        row, missed = known[added + name], known[f"share missed in documents, {name}"]
+        low, high = row.spread or (math.nan, math.nan)
+        cells.append(
+            [
+                name, share(missed.value), f"{row.value:+.3f}", f"{low:+.3f} to {high:+.3f}",
+                share(known[f"share missed in passkeys, {name}"].value),
+                share(known[f"passkeys answered, {name}"].value),
+            ]
+        )  # fmt: skip
+        point = [(100 * missed.value, max(row.value, 0.0))]
+        series.append(Series(name, point, place, has_line=False))
+    shapes, samples = exact.shapes, answered.shapes["samples"]
+    said = (
+        f"`{shapes['model']}` (weights {shapes['weights']}), k {shapes['top_k']} of {shapes['context']:,} bytes; "
+        f"{shapes['texts']} pieces of held-out documentation of which {shapes['new']} bytes each are decoded, "
+        f"{samples} passkeys."
+    )
+    x = svg.axis("% of the exact set missed", [point[0] for one in series for point in one.points], from_zero=True)
+    y = svg.axis("bits per byte added", [point[1] for one in series for point in one.points], from_zero=True)
+    title = "What a selection misses, and what that costs in bits per byte"
+    columns = ["selection", "missed", "bits a byte", "p10 to p90 of pieces", "missed, passkeys", "passkeys"]
+    drawn = figure("findings-rivals", title, svg.line_chart(title, x, y, series), files)
+    command = "```sh\npython -m bench.rivals_quality\npython -m bench.findings write\n```"
+    return "\n\n".join([said, drawn, table(columns, cells), command])
 
 
 BLOCKS = {
@@ -321,6 +308,7 @@ BLOCKS = {
     "slots": block_slots,
     "adversaries": block_adversaries,
     "caps": block_caps,
+    "rivals": block_rivals,
 }
 
 

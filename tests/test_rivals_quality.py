@@ -34,7 +34,12 @@ TOKENS = np.random.default_rng(5).integers(0, MODEL.vocab_size, (STEPS + 1, 3)).
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.jit(lambda: dsa.init_params(jax.random.key(3), MODEL, scale=0.3))()
+    """Random ones from NumPy; `init_params` would be compiled, which takes longer than any test here."""
+    random = np.random.default_rng(3)
+    shapes = jax.eval_shape(lambda: dsa.init_params(jax.random.key(0), MODEL))
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(0.3 * random.standard_normal(leaf.shape) + (leaf.ndim == 1), leaf.dtype), shapes
+    )
 
 
 @pytest.fixture(scope="module")
