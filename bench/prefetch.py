@@ -1,11 +1,12 @@
 """Index scores with prefetch on an H200: what overlapping scores and copies gains, beside what the limit allows.
 
-    python -m bench.prefetch [check] [stress] [bench] [once] [options]      (none: check, stress, bench)
+    python -m bench.prefetch [check] [stress] [bench] [tune] [once] [options]      (none: check, stress, bench)
 
 check   every case of `pallas_kernels.indexer_prefetch.cases` with a pinned pool, and a long one whose every staged
         record is read again by the library; about 60 s
 stress  1,000 calls over 64K positions with changing lengths, caps and thresholds: counts hold, nothing hangs; 15 s
 bench   the claims D.speedup_*, D.gain_*, D.zero_candidates_ratio; other caps; the ways of the whole road; writes rows
+tune    who fetches, and how, at 16 x 131,072, FP8 records; prints only
 once    a few calls of each format and nothing else, for a profiler
 
     --seats 16 --lengths 131072 --hits 0.5,0.9 --records fp8,bf16 --roads short,whole --repeats 30
@@ -39,8 +40,10 @@ from bench import prefetch_calls as calls
 from bench import prefetch_timing as timing
 from bench.prefetch_calls import FORMATS, Inputs, K, misses_at
 from bench.prefetch_checks import FILE, Watchdog
-from bench.prefetch_roads import METHOD, Bound, Compiling, Point, jobs_of, short_road, whole_road
+from bench.prefetch_roads import METHOD, STAGING, Bound, Compiling, Point, jobs_of, short_road, spread, whole_road
 from echo_jax.types import NO_SLOT
+from pallas_kernels import dispatch
+from pallas_kernels.indexer_prefetch import ahead
 
 MAIN = (16, 131_072)
 HITS = (0.5, 0.8, 0.9, 0.95, 0.97, 0.99)
@@ -111,6 +114,39 @@ def bench_shape(
     if len(options.shapes) > 1:
         calls.inputs.cache_clear()
     return points
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as tuned": {},
+    "1 warpgroup, 2 together": dict(fetchers=1, together=2, nap_ns=100),  # as first written
+    "1 warpgroup, 4 together": dict(fetchers=1, nap_ns=100),
+    "2 warpgroups, 2 together": dict(fetchers=2, together=2),
+    "2 warpgroups, naps of 50 ns": dict(fetchers=2, nap_ns=50),
+    "2 warpgroups, naps of 800 ns": dict(fetchers=2, nap_ns=800),
+    "runs of 4": dict(run=4),
+    "keys once": dict(once=True),
+    "keys once, runs of 4": dict(run=4, once=True),
+    "keys once, runs of 2": dict(run=2, once=True),
+}
+
+
+def tune(options: Options) -> None:
+    (seats, length), host_rows = MAIN, MAIN[0] * MAIN[1]
+    pool = calls.pool_shape("fp8", host_rows)
+    usual = ahead.Tuning.of(dispatch.tuned(True, seats * length // calls.PAGE, "indexer_prefetch"))
+    compiling, jobs = Compiling(options.threads), jobs_of(seats, length, "fp8", pool, False)
+    compiling.add(MAIN, {"resident": jobs["resident"]})
+    for name, change in VARIANTS.items():
+        tuning = dataclasses.replace(usual, **change)
+        program = functools.partial(calls.fused, staging=STAGING["short"], tuning=tuning)
+        compiling.add(MAIN, {name: dataclasses.replace(jobs["fused"], program=program)})
+    bound = Bound(calls.inputs(*MAIN), "fp8", calls.pool_of("fp8", host_rows)[0], options.repeats)
+    print(f"indexer alone {spread(bound.time(compiling.result(MAIN, 'resident'), 0, 0))}")
+    print("us of scores, prefetch and recall at hit rates of" + "".join(f"{hit:>22}" for hit in (1.0, 0.95, 0.9, 0.5)))
+    for name in VARIANTS:
+        compiled = compiling.result(MAIN, name)
+        times = [bound.time(compiled, misses_at(hit), 224) for hit in (1.0, 0.95, 0.9, 0.5)]
+        print(f"    {name:46}" + "".join(f"{spread(value):>22}" for value in times), flush=True)
 
 
 def zero_candidates(given: Inputs, pool: Any) -> None:
@@ -194,7 +230,7 @@ def parse(arguments: list[str]) -> tuple[list[str], Options]:
         return lambda text: tuple(kind(part) for part in text.split(","))
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="check, stress, bench, once")
+    parser.add_argument("parts", nargs="*", help="check, stress, bench, tune, once")
     parser.add_argument("--seats", type=several(int), default=MAIN[:1])
     parser.add_argument("--lengths", type=several(int), default=MAIN[1:])
     parser.add_argument("--hits", type=several(float), default=HITS)
@@ -209,7 +245,8 @@ def parse(arguments: list[str]) -> tuple[list[str], Options]:
 def main() -> None:
     wanted, options = parse(sys.argv[1:])
     parts = {"check": prefetch_checks.check, "stress": prefetch_checks.stress}
-    parts |= {"bench": functools.partial(bench, options), "once": functools.partial(once, options)}
+    parts |= {"bench": functools.partial(bench, options), "tune": functools.partial(tune, options)}
+    parts |= {"once": functools.partial(once, options)}
     if unknown := sorted(set(wanted) - set(parts)):
         sys.exit(f"no part is called {unknown[0]!r}; there are {', '.join(parts)}")
     if jax.default_backend() != "gpu":

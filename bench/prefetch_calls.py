@@ -57,6 +57,7 @@ class Set:
 
     query: jax.Array  # e4m3[B, 1, 64, 128]
     threshold: jax.Array  # f32[B]  just below the 2048th score of each seat
+    bound: jax.Array  # f32[B]  just below the 4096th: what a good guess leaves to the selection
     top: np.ndarray  # i32[B, K]  host rows of the 2048 best, shuffled: the first ones are missing
 
 
@@ -116,13 +117,17 @@ def inputs(seats: int, length: int) -> Inputs:
     def best(key):
         query = jax.random.normal(key, (seats, 1, HEADS, WIDTH)).astype(jnp.float8_e4m3fn)
         score = indexer_scores(query, weights, pages, numbers, visible, implementation="mosaic_gpu")[:, 0]
-        found = indexer.select(score, visible[:, 0] - 1, K)  # the last position is this step's
+        found, more = (indexer.select(score, visible[:, 0] - 1, k) for k in (K, 2 * K))  # the last one is this step's
         rows = jnp.take_along_axis(of_position, found.positions, axis=1)
-        return query, jnp.nextafter(found.kth_score, jnp.float32(-jnp.inf)), rows
+        threshold, bound = (jnp.nextafter(some.kth_score, jnp.float32(-jnp.inf)) for some in (found, more))
+        return query, threshold, bound, rows
 
     random = np.random.default_rng(0)
     made = [best(jax.random.key(number)) for number in range(SETS)]
-    sets = tuple(Set(query, threshold, random.permuted(np.asarray(rows), axis=1)) for query, threshold, rows in made)
+    sets = tuple(
+        Set(query, threshold, bound, random.permuted(np.asarray(rows), axis=1))
+        for query, threshold, bound, rows in made
+    )
     return Inputs(seats, length, weights, pages, numbers, visible, of_position, sets)
 
 
@@ -251,7 +256,9 @@ def score(start: Start, query, shared: Shared):
     return indexer_scores(*asked, implementation="mosaic_gpu")
 
 
-def prefetch(start: Start, query, threshold, slot_of, shared: Shared, layer, staging: int, bound=None):
+def prefetch(
+    start: Start, query, threshold, slot_of, shared: Shared, layer, staging: int, bound=None, tuning: Any = None
+):
     """The fused kernel; its lists are blank beforehand, as a step has them made beside what comes before the scores."""
     return indexer_prefetch(
         *(query, shared.weights, shared.pages, shared.numbers, start.visible, threshold, shared.lengths, shared.cap),
@@ -259,6 +266,7 @@ def prefetch(start: Start, query, threshold, slot_of, shared: Shared, layer, sta
         staging=staging,
         blank=start.blank,
         bound=bound,
+        tuning=tuning,
         implementation="mosaic_gpu",
     )
 
@@ -282,10 +290,10 @@ def in_turn(records, changing, shared: Shared, layer):
     return _fill(mark(records, scores), shared, layer, wanted, records[:0]), scores
 
 
-def fused(records, changing, shared: Shared, layer, staging: int, middle: int = -1):
+def fused(records, changing, shared: Shared, layer, staging: int, middle: int = -1, tuning: Any = None):
     """Scores with prefetch, then a recall that takes what is staged from there; `middle` marks what lies between."""
     start, query, threshold, slot_of, wanted = changing
-    found = prefetch(start, query, threshold, slot_of, shared, layer, staging)
+    found = prefetch(start, query, threshold, slot_of, shared, layer, staging, tuning=tuning)
     if middle >= 0:
         records = mark(records, (found.scores, found.records), number=middle)
     staged = found.records.reshape(-1, *records.shape[1:])
@@ -318,7 +326,7 @@ def layer_of(
     state, changing, shared: Shared, layer, config: CacheConfig, way: str, step: Any = 2
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array, Moved | None]:
     """(records, maps), slots and positions of the selected, the k-th scores, and what moved."""
-    start, query, threshold, *_ = changing
+    start, query, threshold, bound = changing
     records, maps = state
     held = LayerState(slots=maps, records=records, index_keys=None, threshold=None)
     new_rows = jnp.take_along_axis(shared.rows, shared.lengths[:, None], axis=1)
@@ -326,15 +334,15 @@ def layer_of(
     view = StepView(shared.rows, lengths, lengths[:, None], new_rows, start.visible, step)
     staging, above = recall.no_staging(config, config.seats), None
     if way == "fused":
-        found = prefetch(start, query, threshold, maps.slot_of, shared, layer, config.staging, threshold)
+        found = prefetch(start, query, threshold, maps.slot_of, shared, layer, config.staging, bound)
         scores, above = found.scores, found.above
         staging = Staging(found.rows, found.records, found.refused)
     else:
         scores = score(start, query, shared)
     if way == "second stream":
         staging = on_second_stream(scores, threshold, maps, view, shared, layer, config)
-    # Every way may use its threshold; the fused kernel has marked what is above it.
-    selection = layer_lib.select(config, view, scores, None, indexer.Bound(threshold, above))
+    # Every way may use the bound; the fused kernel has marked what is above it.
+    selection = layer_lib.select(config, view, scores, None, None if bound is None else indexer.Bound(bound, above))
     positions, kth = selection
     if way == "resident":
         return state, positions, positions, kth, None

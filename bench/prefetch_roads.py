@@ -126,7 +126,7 @@ def jobs_of(seats: int, length: int, records: str, pool: Any, is_whole: bool) ->
         config = calls.config_of(seats, length, records, host_rows, STAGING["whole"])
         for way in WAYS:
             program = functools.partial(calls.whole, config=config, way=way)
-            found[f"whole {way}"] = timing.Job(program, held, (start("whole"), query, limits, maps), shared)
+            found[f"whole {way}"] = timing.Job(program, held, (start("whole"), query, limits, limits, maps), shared)
     return found
 
 
@@ -191,7 +191,7 @@ class Bound:
     def time_whole(self, compiled: Any, misses: int, cap: int) -> Measurement:
         """us of a program of the whole road; every call has maps of its own, as the misses of a pool are its own."""
         changing = [
-            (self.starts["whole"], one.query, one.threshold, maps)
+            (self.starts["whole"], one.query, one.threshold, one.bound, maps)
             for one, maps in zip(self.given.sets, self.maps(misses), strict=True)
         ]
         return timing.time_calls(

@@ -38,14 +38,12 @@ from pallas_kernels.indexer_scores.mosaic_gpu import PAGE, ROWS
 
 WARPS = 4  # of a warpgroup
 THREADS = 128
-NAP_NS = 200  # between two looks at a tile that is not scored yet
 CANDIDATES = 0x11111111  # the bits of h = 0
 MARKED = 0x44444444
 EVERY_LANE = "0xffffffff"
 FIRST_LANE = "setp.eq.u32 is_first, lane, 0;"
 NO_CANDIDATES = -1  # what a seat's count starts from: the padding of its list, so that one fill serves both
 LOADS = 6  # that a lane has in flight
-ROWS_TOGETHER = 4  # records that a warp moves at once, where so many loads do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +52,18 @@ class Tuning(scores.Tuning):
 
     fetchers    warpgroups of the prefetch role: 1, 2 or 4. Beside four that score and one that loads, two leave 72
                 registers a thread
+    together    records that a warp moves at once, where LOADS loads a lane do
+    nap_ns      between two looks at a tile that is not scored yet
     """
 
     fetchers: int = 2
+    together: int = 4
+    nap_ns: int = 200
+
+    @classmethod
+    def of(cls, tuning: scores.Tuning) -> Tuning:
+        """The same, if it says who fetches; otherwise the usual ones do."""
+        return tuning if isinstance(tuning, cls) else cls(**dataclasses.asdict(tuning))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +73,16 @@ class Shape(scores.Shape):
     pages_per_math is 1: a warp's word holds the 16 positions that it has of one page.
     """
 
-    fetchers: int
+    tuning: Tuning
     staging: int
     host_rows: int
     record: tuple[int, ...]
     record_bytes: int
     keeps_above: bool = False  # also says which scores exceed a bound
+
+    @property
+    def fetchers(self) -> int:
+        return 1 if self.is_interpreted else self.tuning.fetchers
 
     @property
     def words(self) -> int:
@@ -95,7 +106,7 @@ class Shape(scores.Shape):
 
     @property
     def rows_together(self) -> int:
-        return max(1, min(ROWS_TOGETHER, 32 * LOADS // self.chunks))
+        return max(1, min(self.tuning.together, 32 * LOADS // self.chunks))
 
     @property
     def stages(self) -> int:
@@ -314,7 +325,7 @@ def program(shape: Shape) -> str:
       mov.b32 left, {MARKED:#x};  @is_word ld.volatile.shared.b32 left, [at];
       and.b32 bit, left, {MARKED:#x};  setp.ne.u32 is_there, bit, 0;  vote.sync.all.pred is_there, is_there, {every};
       @is_there bra.uni MARKED;
-      nanosleep.u32 {NAP_NS};  bra.uni LOOK;
+      nanosleep.u32 {shape.tuning.nap_ns};  bra.uni LOOK;
     MARKED:
       shr.b32 left, left, half;  and.b32 left, left, {CANDIDATES:#x};
       mad.lo.u32 first_position, page, {PAGE}, offset;  mad.lo.u32 first_row, number, {PAGE}, offset;

@@ -53,10 +53,9 @@ def score_and_prefetch(
         raise ValueError(f"pages_per_math is {tuning.pages_per_math} but a verdict word holds a warp's share of 1 page")
     seats, rows, heads, _ = query.shape
     record = tuple(host_pool.shape[2:])
-    fetchers = tuning.fetchers if isinstance(tuning, ahead.Tuning) else ahead.Tuning().fetchers
     shape = Shape(
-        *(seats, rows, heads, page_numbers.shape[1], query.dtype == jnp.float8_e4m3fn, tuning, interpret is not None),
-        fetchers=1 if interpret is not None else fetchers,
+        *(seats, rows, heads, page_numbers.shape[1], query.dtype == jnp.float8_e4m3fn),
+        *(ahead.Tuning.of(tuning), interpret is not None),
         staging=staging,
         host_rows=host_pool.shape[1],
         record=record,

@@ -13,8 +13,8 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.indexer_prefetch import ahead, cases
+from pallas_kernels.indexer_prefetch.ahead import Tuning
 from pallas_kernels.indexer_scores import cases as scores
-from pallas_kernels.indexer_scores.mosaic_gpu import Tuning
 from tests.kernels.warp import LANES, Warp
 
 # Where each array begins for the evaluator; the pool is far above 4 GiB, and so is what is staged.
@@ -22,8 +22,8 @@ PLACES = dict(page_numbers=2**20, lengths=2**21, cap=2**22, slot_of=2**23, pool=
 RESULTS = dict(candidates=2**26, rows=2**27, records=2**40)
 PREFETCH_WARPS = 20  # of the block: four warpgroups of maths and one that loads come before
 ONE_BLOCK = Tuning(math=4, blocks=1)
-CUT_TILES = ahead.Tuning(math=3, blocks=5, fetchers=1)
-CUT_RUNS = ahead.Tuning(math=2, blocks=3, run=2, fetchers=4)
+CUT_TILES = Tuning(math=3, blocks=5, fetchers=1)
+CUT_RUNS = Tuning(math=2, blocks=3, run=2, fetchers=4)
 
 
 def words(array):
@@ -36,7 +36,6 @@ def kernel(inputs, found, tuning):
     page_numbers, host_pool = inputs.scored[3], inputs.host_pool
     shape = ahead.Shape(
         *(seats, rows, 8, page_numbers.shape[1], True, tuning, False),
-        fetchers=tuning.fetchers if isinstance(tuning, ahead.Tuning) else ahead.Tuning().fetchers,
         staging=inputs.staging,
         host_rows=host_pool.shape[1],
         record=host_pool.shape[2:],
@@ -122,8 +121,7 @@ def test_rows_beyond_two_gib_are_found():
     first, count = 109_999 * 64, 64
     host_rows = first + count
     shape = ahead.Shape(
-        *(1, 1, 8, 1, True, Tuning(math=1, blocks=1), False),
-        fetchers=1,
+        *(1, 1, 8, 1, True, Tuning(math=1, blocks=1, fetchers=1), False),
         staging=64,
         host_rows=host_rows,
         record=(164,),
