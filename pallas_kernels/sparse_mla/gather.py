@@ -132,15 +132,19 @@ def _one_row() -> list[str]:
     return text
 
 
-def ask_fp8(gatherers: int = 1) -> str:
-    """Asks the L2 for 64 rows: six lines of 128 bytes each, one or two a thread. Operands: the pool, the slots."""
+def ask(bytes_per_row: int, gatherers: int = 1) -> str:
+    """Asks the L2 for 64 rows, in lines of 128 bytes, some a thread. Operands: the pool, the slots."""
+    lines = -(-bytes_per_row // 128)  # a record of 656 bytes begins at a multiple of 16, and never touches a seventh
     text = ".reg .pred wanted;  .reg .b32 t, slot;  .reg .b64 pool, row, ahead;  cvta.to.global.u64 pool, $0;\n"
     text += "mov.u32 t, %tid.x;  and.b32 t, t, 3;  shl.b32 slot, t, 7;  cvt.u64.u32 ahead, slot;\n"
     text += "add.u64 pool, pool, ahead;\n"
     for listed in ("$1", "$2")[: 2 // gatherers]:
-        text += f"max.s32 slot, {listed}, 0;  mad.wide.u32 row, slot, {FP8_BYTES}, pool;\n"
-        text += f"setp.ge.s32 wanted, {listed}, 0;  @wanted prefetch.global.L2 [row];\n"
-        text += "setp.lt.and.u32 wanted, t, 2, wanted;  @wanted prefetch.global.L2 [row + 512];\n"
+        text += f"max.s32 slot, {listed}, 0;  mad.wide.u32 row, slot, {bytes_per_row}, pool;\n"
+        text += f"setp.ge.s32 wanted, {listed}, 0;\n"
+        for first in range(0, lines, 4):
+            if lines - first < 4:
+                text += f"setp.lt.and.u32 wanted, t, {lines - first}, wanted;\n"
+            text += f"@wanted prefetch.global.L2 [row + {128 * first}];\n"
     return "{" + text + "}"
 
 
@@ -236,13 +240,14 @@ def _words(listed: Any) -> list[Any]:
 
 
 def ask_for(records: Any, listed: Any, gatherers: int, is_interpreted: bool) -> None:
-    """Tells the L2 that the records of a tile's slots are wanted soon. bf16 copies have a whole tile's time anyway."""
-    if is_interpreted or records.dtype != jnp.uint32:
+    """Tells the L2 that the records of a tile's slots are wanted soon, while their stage is still in use."""
+    if is_interpreted:
         return
+    text = ask(FP8_BYTES if records.dtype == jnp.uint32 else BF16_BYTES, gatherers)
 
     def emit(context, records, listed):
         del context
-        utils.inline_ptx(ask_fp8(gatherers), utils.memref_ptr(records), *_words(listed), has_side_effects=True)
+        utils.inline_ptx(text, utils.memref_ptr(records), *_words(listed), has_side_effects=True)
 
     layout = ONE_A_ROW if gatherers == 1 else ONE_A_THREAD
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))(emit)(records, listed)

@@ -31,11 +31,24 @@ LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 def this_member() -> Any:
     """i32: the block's number in its cluster, read anew wherever it is asked for: kept from before the roles part, or
     through the loop over tiles, it would not fit into registers."""
+    return _read("mov.u32 $0, %cluster_ctarank;")
 
+
+def this_cluster() -> Any:
+    """i32: the cluster's number in the grid, read anew for the same reason."""
+    return _read("mov.u32 $0, %clusterid.x;")
+
+
+def this_warpgroup() -> Any:
+    """i32: its number in the block, read anew for the same reason."""
+    return _read("mov.u32 $0, %tid.x;  shr.u32 $0, $0, 7;")
+
+
+def _read(text: str) -> Any:
     def emit(context):
         del context
         i32 = ir.IntegerType.get_signless(32)
-        number = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32, has_side_effects=True)
+        number = utils.inline_ptx(text, result_types=i32, has_side_effects=True)
         return mgpu.FragmentedArray.splat(number, (), is_signed=True)
 
     number = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)

@@ -43,11 +43,14 @@ class Tuning:
     splits    parts of each list, attended to by blocks of their own
     cluster   of these, that join in shared memory: 1, 2, 4 or 8; the rest is combined by a second kernel
     gatherers   warpgroups of a block that bring rows, 1 or 2; bits do not depend on it. None: 2 for FP8 records
+    apart     whether the second attending warpgroup starts after the first one's first products, and stays behind; bits
+              do not depend on it. None: where a part is one tile
     """
 
     splits: int = 1
     cluster: int = 1
     gatherers: int | None = None
+    apart: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Shape:
     scale: float
     record_format: str
     gatherers: int
+    is_apart: bool
     is_interpreted: bool
 
     @property
@@ -99,7 +103,7 @@ class Refs:
     heads_full: Any
     tiles_full: Any
     tiles_empty: Any
-    first_products_done: Any  # by the first attending warpgroup
+    first_products_done: Any = None  # by the first attending warpgroup, where they are apart
     logarithms: Any = None  # [64] of this block's part, where blocks join
     tiles_done: Any = None
 
@@ -132,10 +136,17 @@ def attend_rows(
     tiles = slots.shape[1] // TILE
     splits = pl.cdiv(tiles, pl.cdiv(tiles, tuning.splits))  # of equal length but the last, and none without a tile
     cluster = 1 if interpret is not None else math.gcd(splits, tuning.cluster)
-    gatherers = tuning.gatherers or GATHERERS[record_format]
-    is_interpreted = interpret is not None
     shape = Shape(
-        rows, heads // HEADS, slots.shape[1], splits, cluster, scale, record_format, gatherers, is_interpreted
+        rows,
+        heads // HEADS,
+        slots.shape[1],
+        splits,
+        cluster,
+        scale,
+        record_format,
+        gatherers=tuning.gatherers or GATHERERS[record_format],
+        is_apart=splits == tiles if tuning.apart is None else tuning.apart,
+        is_interpreted=interpret is not None,
     )
     out, lse = _kernel(shape, interpret)(query, records, slots)
     if shape.parts == 1:
@@ -154,22 +165,25 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
         def _():
             load_heads(refs, place_of_block(shape))
 
-        @pl.when(role < MATH)
-        def _():
+        def attending():
             plgpu.set_max_registers(MATH_REGISTERS[shape.record_format, shape.gatherers], action="increase")
             attend(shape, refs, place_of_block(shape), role)
 
-        @pl.when(role >= MATH)
-        def _():
+        def gathering():
             plgpu.set_max_registers(GATHER_REGISTERS[shape.record_format, shape.gatherers], action="decrease")
             fill(shape, refs, place_of_block(shape), role - MATH)
             if shape.cluster > 1:
                 join.wait_for_cluster()
                 join.wait_for_cluster()
 
+        # One branch and the other, not two questions: the answer to the second would be kept through all the products.
+        lax.cond(role < MATH, attending, gathering)
+
     scratch = {}
+    if shape.is_apart:
+        scratch |= dict(first_products_done=plgpu.Barrier(num_arrivals=1))
     if shape.cluster > 1:
-        scratch = dict(logarithms=plgpu.SMEM((HEADS,), jnp.float32), tiles_done=plgpu.Barrier(num_arrivals=MATH))
+        scratch |= dict(logarithms=plgpu.SMEM((HEADS,), jnp.float32), tiles_done=plgpu.Barrier(num_arrivals=MATH))
     heads = shape.groups * HEADS
     return plgpu.kernel(
         sparse_mla,
@@ -189,7 +203,6 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
             heads_full=plgpu.Barrier(num_arrivals=1),
             tiles_full=plgpu.Barrier(num_arrivals=shape.gatherers, num_barriers=STAGES),
             tiles_empty=plgpu.Barrier(num_arrivals=MATH, num_barriers=STAGES),
-            first_products_done=plgpu.Barrier(num_arrivals=1),
             **scratch,
         ),
         interpret=interpret,
@@ -204,7 +217,7 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
 
 def place_of_block(shape: Shape) -> Place:
     """Blocks of the same rows are neighbours, so that the second group of heads finds them in the L2."""
-    block = lax.axis_index("block")
+    block = join.this_cluster() if shape.cluster > 1 else lax.axis_index("block")
     member = join.this_member() if shape.cluster > 1 else jnp.int32(0)
     row, inside = block // (shape.groups * shape.parts), block % (shape.groups * shape.parts)
     return Place(row, inside // shape.groups, member, inside % shape.groups)
@@ -236,7 +249,6 @@ def fill(shape: Shape, refs: Refs, place: Place, gatherer: Any) -> None:
     """Keeps the tiles full, or this gatherer's share of them. The slots of a tile are read one tile ahead."""
     listed = slots_of_tile(shape, refs, place, 0)
     following = slots_of_tile(shape, refs, place, 1)
-    gather.ask_for(refs.records, listed, shape.gatherers, shape.is_interpreted)
     if shape.record_format == "bf16":
         count = copy_tiles(shape, refs, place, gatherer, listed, following)
     else:
@@ -251,6 +263,7 @@ def fill(shape: Shape, refs: Refs, place: Place, gatherer: Any) -> None:
 
 def convert_tiles(shape: Shape, refs: Refs, place: Place, gatherer: Any, listed: Any, following: Any) -> Any:
     """The tiles of an FP8 pool one after another, each from the L2, which is asked for the next one; how many."""
+    gather.ask_for(refs.records, listed, shape.gatherers, shape.is_interpreted)
     count = tiles_to_do(shape, refs, place)
 
     def convert(index, carry):
@@ -291,6 +304,7 @@ def copy_tiles(shape: Shape, refs: Refs, place: Place, gatherer: Any, listed: An
 
     def copy_next(index, carry):
         listed, following = carry, slots_of_tile(shape, refs, place, index + 2)
+        gather.ask_for(refs.records, listed, shape.gatherers, shape.is_interpreted)
         gather.finish(shape.is_interpreted)
         plgpu.barrier_arrive(refs.tiles_full.at[index % STAGES])
 
@@ -322,22 +336,24 @@ def start(shape: Shape, refs: Refs, index: Any, listed: Any, gatherer: Any) -> N
 def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
     """Attends with 64 heads to this part of the list, for values role * 256 .. role * 256 + 255.
 
-    Both warpgroups compute all logits: 53 % more products than needed, but they then share nothing, and one's softmax
-    runs under the other's products.
+    Both warpgroups compute all logits: 53 % more products than needed, but they then share nothing.
     """
-    heads, width = pl.ds(place.group * HEADS, HEADS), HALF // shape.totals
+    width = HALF // shape.totals
     count = tiles_to_do(shape, refs, place)
     to_exponent = jnp.float32(shape.scale * math.log2(math.e))
     plgpu.barrier_wait(refs.heads_full)
 
-    # Once, the second warpgroup waits for the first one's products: together they would be done no sooner, and side by
-    # side both would leave the tensor cores idle during their softmax, tile after tile.
-    @pl.when(role == 1)
-    def _():
-        plgpu.barrier_wait(refs.first_products_done)
+    # Apart, one's softmax runs under the other's products, but a stage is in use for as long as the second is behind,
+    # and that is time that the gather does not have. In a part of one tile there is no gather left to wait for.
+    if shape.is_apart:
+
+        @pl.when(role == 1)
+        def _():
+            plgpu.barrier_wait(refs.first_products_done)
 
     def attend_tile(index, carry):
         totals, peak, mass = carry
+        place = place_of_block(shape)
         stage = index % STAGES
         first = jnp.minimum(place.first_tile(shape) + index, shape.tiles - 1) * TILE
         slots = plgpu.load(refs.slots.at[place.row, pl.ds(first, TILE)], layout=COLUMNS, optimized=False)
@@ -345,9 +361,11 @@ def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
         is_listed = lax.broadcast_in_dim(slots >= 0, (HEADS, TILE), (1,))
         products = logits_of_tile(refs, stage)
 
-        @pl.when((role == 0) & (index == 0))
-        def _():
-            plgpu.barrier_arrive(refs.first_products_done)
+        if shape.is_apart:
+
+            @pl.when((role == 0) & (index == 0))
+            def _():
+                plgpu.barrier_arrive(refs.first_products_done)
 
         logits = jnp.where(is_listed, products * to_exponent, -jnp.inf)
         higher = jnp.maximum(peak, jnp.max(logits, axis=1))
@@ -369,8 +387,11 @@ def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
     totals, peak, mass = lax.fori_loop(0, count, attend_tile, empty)
     divisor = jnp.where(mass > 0, mass, 1.0)
     outs = [total / over_columns(divisor, width) for total in totals]
+    place = place_of_block(shape)
+    heads = pl.ds(place.group * HEADS, HEADS)
     lse = (peak + jnp.log2(mass)) * math.log(2.0)
     if shape.cluster > 1:
+        role = join.this_warpgroup()
         plgpu.barrier_arrive(refs.tiles_done)
         plgpu.barrier_wait(refs.tiles_done)  # the other half may still be reading what is written over now
         for index, out in enumerate(outs):

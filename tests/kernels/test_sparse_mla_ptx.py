@@ -213,14 +213,16 @@ def test_the_ptx_fills_a_tile_with_the_rows_of_the_list(record_format, stage, ga
 
 
 @pytest.mark.parametrize("gatherers", [1, 2])
-def test_the_l2_is_asked_for_the_lines_of_listed_rows_only(gatherers):
-    case = cases.Case("gather", "fp8", ((100,),))
+@pytest.mark.parametrize(("record_format", "size", "lines"), [("fp8", 656, 6), ("bf16", 1152, 9)])
+def test_the_l2_is_asked_for_the_lines_of_listed_rows_only(record_format, size, lines, gatherers):
+    case = cases.Case("gather", record_format, ((100,),))
     listed = cases.make(case).slots[0, 0, 64:]
     none = np.zeros(0, np.uint8)
-    warpgroups = gathering(none, none, gather.ask_fp8(gatherers), listed, gatherers, POOL)
-    asked = set(np.concatenate([lines for threads in warpgroups for lines in threads.asked]).tolist())
+    warpgroups = gathering(none, none, gather.ask(size, gatherers), listed, gatherers, POOL)
+    asked = np.concatenate([asked for threads in warpgroups for asked in threads.asked]).tolist()
     rows = listed[listed >= 0].astype(int)
-    assert asked == {(656 * row + 128 * line) // 128 for row in rows for line in range(6)}
+    assert set(asked) == {(size * row + 128 * line) // 128 for row in rows for line in range(lines)}
+    assert len(asked) == lines * len(rows)
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
