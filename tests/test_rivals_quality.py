@@ -3,6 +3,7 @@ misses, what it says. The bench: its texts, averages and rows; its rules are all
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,6 @@ MODEL = dataclasses.replace(
 )
 K, STEPS = 10, 8
 CONFIG = resident(DecodeConfig(MODEL, cache_config(MODEL, seats=3, capacity=128, offload=False)))
-TOKENS = np.random.default_rng(5).integers(0, MODEL.vocab_size, (STEPS + 1, 3)).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -56,36 +56,48 @@ def copied(state):
     return jax.tree.map(jnp.copy, state)
 
 
+class Decoded(NamedTuple):
+    """A continuation by the decoder itself: seat 0 takes its likeliest tokens, seat 2 any."""
+
+    tokens: np.ndarray  # i32[N + 1, B]
+    bits: np.ndarray  # f32[N, B]
+    is_best: np.ndarray  # bool[N, B]
+    sets: np.ndarray  # i32[N, B, K]  of the first layer
+
+
 @pytest.fixture(scope="module")
-def decoded(params, state):
-    """bits f32[N, B], is_best, and the sets of the first layer i32[N, B, K], by the decoder itself."""
-    own, bits, best, sets = copied(state), [], [], []
-    for token, following in zip(TOKENS, TOKENS[1:], strict=False):
-        own, output = decode_step(params, own, token[:, None], config=CONFIG)
+def decoded(params, state) -> Decoded:
+    random = np.random.default_rng(5)
+    own, tokens, found = copied(state), [random.integers(0, 256, 3).astype(np.int32)], []
+    for _ in range(STEPS):
+        own, output = decode_step(params, own, tokens[-1][:, None], config=CONFIG)
         logs = np.asarray(jax.nn.log_softmax(output.logits[:, 0]))
-        bits.append(-logs[np.arange(3), following] / math.log(2))
-        best.append(logs.argmax(axis=1) == following)
-        sets.append(np.asarray(output.selected[0, :, 0]))
-    return np.array(bits), np.array(best), np.array(sets)
+        following = random.integers(0, 256, 3).astype(np.int32)
+        following[0] = logs[0].argmax()
+        tokens.append(following)
+        bits = -logs[np.arange(3), following] / math.log(2)
+        found.append((bits, logs.argmax(axis=1) == following, np.asarray(output.selected[0, :, 0])))
+    return Decoded(np.array(tokens), *map(np.array, zip(*found, strict=True)))
 
 
-def run(params, state, rule):
-    return jax.device_get(live.forced(params, state, TOKENS, config=CONFIG, rule=rule))
+def run(params, state, decoded, rule):
+    return jax.device_get(live.forced(params, state, decoded.tokens, config=CONFIG, rule=rule))
 
 
 def test_the_exact_rule_is_the_decoder(params, state, decoded):
-    found, (bits, best, _) = run(params, state, Exact()), decoded
+    found, (_, bits, best, _) = run(params, state, decoded, Exact()), decoded
+    assert best[:, 0].all() and not best[:, 2].all()
     # Lists of K + 1 places, one of them empty, are summed in another order than lists of K.
     np.testing.assert_allclose(found.bits[:, [0, 2]], bits[:, [0, 2]], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(found.is_best[:, [0, 2]], best[:, [0, 2]])
     assert (found.missed == 0).all() and found.missed.shape == (STEPS, 2, 3)
     assert (found.wanted[:, :, [0, 2]] == K).all() and (found.wanted[:, :, 1] == 0).all()
-    np.testing.assert_array_equal(run(params, state, Exact()).bits, found.bits)  # the state was not given up
+    np.testing.assert_array_equal(run(params, state, decoded, Exact()).bits, found.bits)  # the state was not given up
 
 
 def test_yesterdays_set_misses_what_is_new(params, state, decoded):
     """In the first layer the exact sets depend on tokens alone, so those of the decoder say what is missed."""
-    found, (bits, _, sets) = run(params, state, FreeKV(cosine=-2.0)), decoded
+    found, (_, bits, _, sets) = run(params, state, decoded, FreeKV(cosine=-2.0)), decoded
     assert (found.missed[0] == 0).all()  # nothing to remember: the exact set
     np.testing.assert_allclose(found.bits[0, [0, 2]], bits[0, [0, 2]], rtol=1e-4, atol=1e-4)
     for seat, length in ((0, 37), (2, 75)):
@@ -95,17 +107,17 @@ def test_yesterdays_set_misses_what_is_new(params, state, decoded):
     assert found.missed[1:].sum() > 0 and np.abs(found.bits[1:, [0, 2]] - bits[1:, [0, 2]]).max() > 1e-3
 
 
-def test_pages_of_one_position_are_bounded_by_its_score(params, state):
+def test_pages_of_one_position_are_bounded_by_its_score(params, state, decoded):
     """So nothing is missed but a position whose place the new token takes."""
-    found = run(params, state, Resident(Paged(1)))
+    found = run(params, state, decoded, Resident(Paged(1)))
     assert found.missed.max() == 1 and (found.missed.sum(axis=0) < STEPS)[:, [0, 2]].any()
     assert live.page_of(Resident(Paged(8))) == live.page_of(Paged(8)) == 8 and live.page_of(Exact()) is None
     with pytest.raises(ValueError, match="pages of 5 positions do not divide the capacity of 128"):
-        run(params, state, Paged(5))
+        run(params, state, decoded, Paged(5))
 
 
-def test_a_guess_is_not_made_for_the_first_layer(params, state):
-    found = run(params, state, InfiniGen())
+def test_a_guess_is_not_made_for_the_first_layer(params, state, decoded):
+    found = run(params, state, decoded, InfiniGen())
     assert (found.missed[:, 0] == 0).all() and found.missed[:, 1].sum() > 0
 
 
