@@ -40,6 +40,9 @@ FORMS = ("dense", "sparse")
 TOKENS_AT_ONCE = 131072
 """In one forward pass; the masks of a sparse one take this times the context, in bytes, thrice."""
 
+TEXT_AT_MOST = 1 << 18
+"""Bytes of held-out text judged in one group, so that a long context costs no more windows than it must."""
+
 
 class Verdict(NamedTuple):
     """Of one form on B windows of T + 1 bytes."""
@@ -87,7 +90,7 @@ def judge_of(params: dsa.Params, config: DsaConfig, context: int, attention: exp
 def windows_of(text: bytes, context: int, at_most: int, batch: int) -> np.ndarray:
     """i32[W, context + 1]: the text cut into windows that share one byte with the next; W a multiple of batch."""
     # A zero byte stands before every document, so one stands before the first.
-    array = np.frombuffer(b"\0" + text, np.uint8).astype(np.int32)
+    array = np.frombuffer(b"\0" + text[:TEXT_AT_MOST], np.uint8).astype(np.int32)
     count = max(0, min(at_most, (len(array) - 1) // context)) // batch * batch
     cut = [array[i * context : (i + 1) * context + 1] for i in range(count)]
     return np.stack(cut) if cut else np.zeros((0, context + 1), np.int32)
@@ -96,7 +99,7 @@ def windows_of(text: bytes, context: int, at_most: int, batch: int) -> np.ndarra
 def documents(
     params: dsa.Params, header: dict, raw: bytes, context: int, at_most: int, judge: Judge, batch: int
 ) -> Iterator[dict[str, Any]]:
-    """One dict per group and form, on at most so many windows of held-out text.
+    """One dict per group and form, on at most so many windows and TEXT_AT_MOST bytes of held-out text.
 
     bpb, bpb_by_position; by layer kl (of dense attention from index scores, in nats) and mass (share of it inside the
     selected set). Windows follow each other in the concatenated documents, so one can begin inside a document.
@@ -125,20 +128,19 @@ def documents(
 
 
 def retrieval(
-    params: dsa.Params, text: bytes, length: int, count: int, judge: Judge, batch: int, seed: int = 0
+    params: dsa.Params, text: bytes, task: str, length: int, count: int, judge: Judge, batch: int, seed: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """One dict per task and form: the share of `count` windows whose whole answer is given, and of its bytes."""
-    for task in long_tasks.TASKS:
-        tokens, is_answer = long_tasks.examples(task, length + 1, text, -(-count // batch) * batch, seed)
-        parts = [judge(params, jnp.asarray(tokens[i : i + batch], jnp.int32)) for i in range(0, len(tokens), batch)]
-        asked = is_answer[:count, 1:]
-        for form in FORMS:
-            is_right = np.concatenate([np.asarray(part[form].is_right) for part in parts])[:count]
-            yield {
-                "task": task, "form": form, "length": length, "count": count,
-                "accuracy": round(float((is_right | ~asked).all(axis=1).mean()), 4),
-                "bytes_right": round(float(is_right[asked].mean()), 4),
-            }  # fmt: skip
+    """One dict per form: the share of `count` windows of a task whose whole answer is given, and of its bytes."""
+    tokens, is_answer = long_tasks.examples(task, length + 1, text, -(-count // batch) * batch, seed)
+    parts = [judge(params, jnp.asarray(tokens[i : i + batch], jnp.int32)) for i in range(0, len(tokens), batch)]
+    asked = is_answer[:count, 1:]
+    for form in FORMS:
+        is_right = np.concatenate([np.asarray(part[form].is_right) for part in parts])[:count]
+        yield {
+            "task": task, "form": form, "length": length, "count": count,
+            "accuracy": round(float((is_right | ~asked).all(axis=1).mean()), 4),
+            "bytes_right": round(float(is_right[asked].mean()), 4),
+        }  # fmt: skip
 
 
 def continuation(params: dsa.Params, text: bytes, config: DsaConfig, prompt: int = 1500, new: int = 500) -> str:
@@ -210,35 +212,40 @@ class Rows:
         for row in judged:
             if (row["group"], row["form"]) == ("python-docs", "sparse"):
                 self.add("echo-tiny: documentation", row["value"], "bits/byte", row | {"value": None}, "F.bpb_docs")
-        size = sum(path.stat().st_size for path in pathlib.Path(self.model).glob("*.safetensors"))
-        self.add("echo-tiny: weights", round(size / 1e6, 3), "MB", {"bytes": size}, "F.size_mb")
 
 
 def everything(args, rows: Rows) -> None:
-    """Documents and tasks, the short contexts first; programs are compiled side by side."""
-    config, params = load_folder(args.model)
-    params = jax.tree.map(jnp.asarray, params)
-    header, raw = corpora.load(args.corpus)
-    attention = fast_attention.best(config)
+    """Documents and tasks, the claimed context first, then the short ones; programs are compiled side by side."""
     began = time.monotonic()
-    contexts = sorted({*args.contexts, *args.lengths})
+    # On a GPU with the weights as they are stored, since its attention is made for those; else in f32.
+    config, params = load_folder(args.model, dtype=None if jax.default_backend() == "gpu" else "float32")
+    size = sum(path.stat().st_size for path in pathlib.Path(args.model).glob("*.safetensors"))
+    rows.add("echo-tiny: weights", round(size / 1e6, 3), "MB", {"bytes": size}, "F.size_mb")
+    header, raw = corpora.load(args.corpus)
+    attention = fast_attention.best(config, backwards=False)
+    contexts = sorted({*args.contexts, *args.lengths}, key=lambda context: (context != CLAIMED_CONTEXT, context))
     batches = {c: min(args.batch or batch_of(c), args.windows if c in args.contexts else args.count) for c in contexts}
+
+    def is_late() -> bool:
+        return time.monotonic() - began > args.limit_s
+
     with concurrent.futures.ThreadPoolExecutor(max(1, len(contexts))) as compiler:
         judges = {c: compiler.submit(judge_of, params, config, c, attention, batches[c]) for c in contexts}
         for context in contexts:
             judge, batch = judges[context].result(), batches[context]
             print(f"--- {context}: {time.monotonic() - began:.0f} s since the start", flush=True)
-            if time.monotonic() - began > args.limit_s:
-                print(f"no time for {context}", flush=True)
-                continue
-            if context in args.contexts:
+            if context in args.contexts and not is_late():
                 for found in documents(params, header, raw, context, args.windows, judge, batch):
                     rows.add_documents(found)
-            if context in args.lengths:
-                text = corpora.held_out_text(header, raw)
-                for found in retrieval(params, text, context, args.count, judge, batch):
+                if context == CLAIMED_CONTEXT:
+                    rows.conclude()
+            text = corpora.held_out_text(header, raw)
+            for task in long_tasks.TASKS if context in args.lengths else ():
+                if is_late():
+                    print(f"no time for {task} at {context}", flush=True)
+                    continue
+                for found in retrieval(params, text, task, context, args.count, judge, batch):
                     rows.add_task(found)
-    rows.conclude()
     print(f"--- {time.monotonic() - began:.0f} s in all", flush=True)
 
 
@@ -251,7 +258,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=[], help="windows of tasks, multiples of 1024")
     parser.add_argument("--count", type=int, default=64, help="windows of each task and length")
     parser.add_argument("--batch", type=int, help="windows at once, in place of what an H200 holds")
-    parser.add_argument("--limit-s", type=float, default=math.inf, help="no context is begun after so many seconds")
+    parser.add_argument(
+        "--limit-s", type=float, default=math.inf, help="nothing is begun after so many seconds"
+    )
     parser.add_argument("--record", metavar="FILE", help="write rows to this file of bench/results (or ECHO_RESULTS)")
     args = parser.parse_args()
     everything(args, Rows(args.record, args.model))

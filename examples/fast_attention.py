@@ -15,7 +15,7 @@ from echo_jax.models import expanded
 from echo_jax.models.config import DsaConfig
 
 AGREES = 0.05
-"""Largest difference of gradients, as a share of the largest gradient, that bf16 may make."""
+"""Largest difference of gradients or outputs, as a share of the largest one, that bf16 may make."""
 
 MASK_AT_ONCE = 1 << 30
 """Elements of a mask that one call is trusted with: offsets above 2^31 bytes break where someone counted in 32 bits."""
@@ -54,18 +54,23 @@ def flash(
     return out[..., :width]
 
 
-def best(config: DsaConfig) -> expanded.Attention:
-    """The fastest that runs here and agrees, without and with a mask; prints what was found."""
+def best(config: DsaConfig, *, backwards: bool = True) -> expanded.Attention:
+    """The fastest that runs here and agrees, without and with a mask; prints what was found.
+
+    backwards: gradients have to agree too. Arrays wider than 16 bits always go in blocks: cuDNN takes none.
+    """
     if jax.default_backend() != "gpu":
         return in_blocks
-    plain = flash if _agrees(flash, config, with_mask=False) else in_blocks
+    plain = flash if _agrees(flash, config, with_mask=False, backwards=backwards) else in_blocks
     masked = in_blocks
     for candidate in (flash, functools.partial(flash, causal=False)):
-        if _agrees(candidate, config, with_mask=True):
+        if _agrees(candidate, config, with_mask=True, backwards=backwards):
             masked = candidate
             break
 
     def attention(query, key, value, mask, scale):
+        if query.dtype.itemsize > 2:
+            return in_blocks(query, key, value, mask, scale)
         if mask is None:
             return plain(query, key, value, None, scale)
         at_once, batch = max(1, MASK_AT_ONCE // (mask.shape[1] * mask.shape[2])), mask.shape[0]
@@ -75,7 +80,7 @@ def best(config: DsaConfig) -> expanded.Attention:
     return attention
 
 
-def _agrees(attention: expanded.Attention, config: DsaConfig, *, with_mask: bool) -> bool:
+def _agrees(attention: expanded.Attention, config: DsaConfig, *, with_mask: bool, backwards: bool) -> bool:
     batch, length = (1, config.max_positions) if with_mask else (4, 2048)
     widths = (config.qk_nope_head_dim + config.qk_rope_head_dim,) * 2 + (config.v_head_dim,)
     *keys, mask_key = jax.random.split(jax.random.key(1), 4)
@@ -84,16 +89,21 @@ def _agrees(attention: expanded.Attention, config: DsaConfig, *, with_mask: bool
         for k, w in zip(keys, widths, strict=True)
     ]
 
-    def gradients(attention):
-        def loss(query, key, value, mask):
-            return (attention(query, key, value, mask, config.attention_scale).astype(jnp.float32) ** 2).sum()
+    def outcome(attention):
+        def attended(query, key, value, mask):
+            return attention(query, key, value, mask, config.attention_scale)
+
+        def loss(*arrays):
+            return (attended(*arrays).astype(jnp.float32) ** 2).sum()
 
         @jax.jit
         def run(query, key, value):
             index = jnp.arange(length)
             drawn = jax.random.bernoulli(mask_key, 0.01, (batch, length, length)) | (index[:, None] == index)[None]
             mask = drawn & (index[:, None] >= index)[None] if with_mask else None
-            return jax.grad(loss, (0, 1, 2))(query, key, value, mask)
+            if backwards:
+                return jax.grad(loss, (0, 1, 2))(query, key, value, mask)
+            return (attended(query, key, value, mask),)
 
         return run(*arrays)
 
@@ -101,10 +111,11 @@ def _agrees(attention: expanded.Attention, config: DsaConfig, *, with_mask: bool
     try:
         worst = max(
             float(jnp.abs(a - b).astype(jnp.float32).max() / jnp.abs(a).astype(jnp.float32).max())
-            for a, b in zip(gradients(in_blocks), gradients(attention), strict=True)
+            for a, b in zip(outcome(in_blocks), outcome(attention), strict=True)
         )
     except Exception as error:  # whatever a missing or unwilling library raises: the blocks still train
         print(f"{name} does not run here: {str(error)[:300]}", flush=True)
         return False
-    print(f"{name}: gradients differ by {worst:.4f} of the largest", flush=True)
+    what = "gradients differ" if backwards else "outputs differ"
+    print(f"{name}: {what} by {worst:.4f} of the largest", flush=True)
     return worst < AGREES

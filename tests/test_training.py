@@ -91,6 +91,26 @@ def test_attention_in_blocks_is_attention():
         np.testing.assert_allclose(found, expanded.attend(query, key, value, meant, 0.3)[0], atol=2e-6)
 
 
+def test_what_cudnn_refuses_goes_in_blocks(monkeypatch):
+    """An evaluation in f32 once stopped at cuDNN, which takes 16 bits only."""
+    asked = []
+
+    def flash(query, key, value, mask, scale, causal=True):
+        asked.append((query.dtype, mask is None))
+        return fast_attention.in_blocks(query, key, value, mask, scale)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(fast_attention, "flash", flash)
+    monkeypatch.setattr(fast_attention, "_agrees", lambda *_, **__: True)
+    attention = fast_attention.best(train.ECHO_TINY, backwards=False)
+    mask = jnp.tril(jnp.ones((1, 8, 8), bool))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        array = jax.random.normal(jax.random.key(0), (1, 8, 2, 4)).astype(dtype)
+        plain, masked = (attention(array, array, array, m, 0.5) for m in (None, mask))
+        np.testing.assert_array_equal(plain, masked)
+    assert asked == [(jnp.bfloat16, True), (jnp.bfloat16, False)]
+
+
 @pytest.fixture
 def corpus(tmp_path) -> Path:
     """Two groups of text, of which one has a held-out document."""
@@ -197,9 +217,9 @@ def test_an_answer_counts_only_when_each_of_its_bytes_is_right():
             form: judge.Verdict(jnp.zeros(is_right.shape), jnp.asarray(is_right), zero, zero) for form in judge.FORMS
         }
 
-    found = list(judge.retrieval({}, TEXT, 1024, 4, knows_all_but_one, batch=4))
-    assert {row["accuracy"] for row in found} == {0.75}
-    assert next(r for r in found if r["task"] == "number")["bytes_right"] == round(1 - 1 / is_answer[:, 1:].sum(), 4)
+    found = list(judge.retrieval({}, TEXT, "number", 1024, 4, knows_all_but_one, batch=4))
+    assert [(row["form"], row["accuracy"]) for row in found] == [("dense", 0.75), ("sparse", 0.75)]
+    assert {row["bytes_right"] for row in found} == {round(1 - 1 / is_answer[:, 1:].sum(), 4)}
 
 
 def test_the_learning_rate_falls_along_a_round_and_rises_at_its_beginning():
