@@ -279,10 +279,11 @@ class Listing:
     def update(self, memory, kth_score):
         inner, level, error, seen = memory
         off = jnp.abs(kth_score - level)
-        weight = 1.0 / jnp.minimum(seen + 1, self.window).astype(jnp.float32)  # the first ones count alike
         counts = jnp.isfinite(off)
+        seen = jnp.minimum(seen + counts.astype(jnp.int32), self.window)
+        weight = 1.0 / jnp.maximum(seen, 1).astype(jnp.float32)  # the first ones count alike
         error = jnp.where(counts, weight * off + (1.0 - weight) * error, error)
-        return (self.policy.update(inner, kth_score), Ema().update(level, kth_score), error, seen + counts)
+        return (self.policy.update(inner, kth_score), Ema().update(level, kth_score), error, seen)
 
     def value(self, memory):
         return self.policy.value(memory[0])

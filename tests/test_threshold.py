@@ -1,6 +1,7 @@
 """Threshold policies against loops over one request at a time, and the rules no policy can break."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,48 @@ def test_the_random_policy_repeats_itself_and_is_wrong_both_ways():
     np.testing.assert_array_equal(noise, history())
     assert (noise > 0.5).any() and (noise < -0.5).any() and len(np.unique(noise)) == 50
     assert not np.array_equal(noise[0], noise[1])
+
+
+def test_a_listing_bounds_the_scores_of_almost_every_step():
+    """As the rule in plain numbers says; below nearly all of the scores it was made for, and not far."""
+    policy, random = threshold.Listing(threshold.Never(), z=4.0, window=32), np.random.default_rng(5)
+    scores = (10 + random.normal(size=600)).astype(np.float32)
+    scores[[7, 50]] = NAN, INF
+    memory, level, error, seen, bounds = threshold.initial(policy, 1), INF, 0.0, 0, []
+    observe = jax.jit(lambda memory, score: threshold.observe(policy, memory, score, jnp.ones((1, 1), bool)))
+    bound: Any = jax.jit(lambda memory: threshold.bound(policy, memory, 1))
+    for score in scores.astype(float):
+        bounds.append(float(bound(memory)[0]))
+        np.testing.assert_allclose(bounds[-1], level - 4 * error if seen else INF, rtol=1e-4)
+        memory = observe(memory, jnp.full((1, 1), score, jnp.float32))
+        if np.isnan(score):
+            continue
+        off = abs(score - level)
+        if np.isfinite(off):
+            weight = 1 / min(seen + 1, 32)
+            error, seen = weight * off + (1 - weight) * error, seen + 1
+        level = (score + level) / 2 if np.isfinite(level) else score
+    known = slice(60, None)
+    assert np.mean(np.array(bounds)[known] < scores[known]) > 0.99
+    assert 0 < np.mean(scores[known] - np.array(bounds)[known]) < 6
+    assert np.isposinf(threshold.predict(policy, memory, 1)).all(), "the threshold is still the inner policy's"
+
+
+def test_few_policies_have_a_bound():
+    """A policy without one, as everybody's own may be, leaves the selection as it is."""
+    assert threshold.bound(threshold.Ema(), threshold.initial(threshold.Ema(), SEATS), SEATS) is None
+    listing = threshold.Listing()
+    memory = threshold.initial(listing, SEATS)
+    bound = threshold.bound(listing, memory, SEATS)
+    assert bound is not None and np.isposinf(bound).all()
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        (dict(z=-1), "z is -1"),
+        (dict(window=0), "window is 0"),
+        (dict(policy=3), "3 is not"),
+    )
+    for wrong, words in cases:
+        with pytest.raises(ValueError, match=words):
+            threshold.Listing(**wrong)
 
 
 @dataclasses.dataclass(frozen=True)

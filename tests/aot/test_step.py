@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from echo_jax import _ffi, decode
 from echo_jax import state as state_lib
+from echo_jax.threshold import Listing
 from tests import scenarios
 from tests.aot.compile import Compiled, compile_for_h200, cpu_mesh, device, host, why_not
 from tests.test_lossless import GLM, PLAIN
@@ -29,7 +30,7 @@ SEATS = 3
 VARIANTS = {
     "plain": {},
     "no_prefetch": {"staging": 0},
-    "four_tokens": {"tokens_per_step": 4},
+    "four_tokens": {"tokens_per_step": 4, "threshold": Listing()},
     "jnp_manager": {"slot_manager": "jnp"},
     "read_ahead": {"read_ahead": True},
     "fp8": {"fp8": True},
@@ -41,6 +42,7 @@ VARIANTS = {
         "read_ahead": True,
         "score_implementation": "mosaic_gpu",
         "prefetch_implementation": "fused",
+        "threshold": Listing(),
     },
     "mosaic_attend": {"fp8": True, "attend_implementation": "mosaic_gpu"},
     "resident": {"offload": False},
@@ -130,6 +132,8 @@ def test_the_step_is_one_graph_in_place(variant):
         managed = layers if config.cache.slot_manager == "auto" else 0
         assert calls.count("echo_allocate") == calls.count("echo_nominate") == managed
         full = config.cache.layer_kinds.count("full")
+        bounded = isinstance(config.cache.threshold, Listing)
+        assert calls.count("echo_bounded_top_k") == (full if bounded else 0)
         separate = config.cache.staging and not config.cache.prefetches_in_scorer
         ahead = (full if separate else 0) + (layers - full if config.cache.read_ahead else 0)
         assert calls.count("echo_read_rows") == ahead

@@ -29,12 +29,12 @@ def test_fused_prefetch_is_the_resident_run(monkeypatch):
     calls = []
 
     def watched(*arguments, **options):
-        calls.append(options["staging"])
+        calls.append((options["staging"], options["bound"] is not None))
         return indexer_prefetch(*arguments, **options)
 
     monkeypatch.setattr(layer, "indexer_prefetch", watched)
     fused = run("fused")
-    assert set(calls) == {scenarios.cache(SETTING, offload=True, model=ONE_LAYER).cache.staging}
+    assert set(calls) == {(scenarios.cache(SETTING, offload=True, model=ONE_LAYER).cache.staging, True)}
 
     assert scenarios.differences(fused, scenarios.resident("bf16", "f32", 2, "plain", ONE_LAYER)) == []
     scenarios.check_invariants(fused)
