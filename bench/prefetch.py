@@ -81,36 +81,41 @@ class Options:
 def bench(options: Options) -> None:
     with Watchdog("bench", 580):
         clock, compiling, points = timing.Clock(), Compiling(options.threads), []
-        is_whole = "whole" in options.roads
-        for records in options.records:
-            pool = calls.pool_shape(records, options.host_rows)
-            for seats, length in options.shapes:
-                jobs = jobs_of(seats, length, records, pool, is_whole)
+        for seats, length in options.shapes:
+            for records in options.records:
+                pool = calls.pool_shape(records, options.host_rows)
+                jobs = jobs_of(seats, length, records, pool, "whole" in options.roads)
                 if (seats, length) != MAIN:
                     del jobs["timeline"]
                 compiling.add((seats, length, records), jobs)
+        pools = {}
         for records in options.records:
-            pool = calls.pool_of(records, options.host_rows)[0]
-            clock.lap(f"pool of {records} records, {pool.nbytes / 2**30:.1f} GiB")
-            for seats, length in options.shapes:
-                points += bench_shape(seats, length, records, pool, compiling, options)
-                clock.lap(f"{seats} x {length}")
-            calls.pool_of.cache_clear()
-            del pool
+            pools[records] = calls.pool_of(records, options.host_rows)[0]
+            clock.lap(f"pool of {records} records, {pools[records].nbytes / 2**30:.1f} GiB")
+        for seats, length in options.shapes:
+            points += bench_shape(seats, length, pools, compiling, options)
+            clock.lap(f"{seats} x {length}")
+        if len(options.shapes) > 1:
+            claims([point for point in points if point.hit == 0.5], options)
+
+
+def bench_shape(seats: int, length: int, pools: dict[str, Any], compiling: Compiling, options: Options) -> list[Point]:
+    """The short road in every format, and then the whole one."""
+    is_main, given, points = (seats, length) == MAIN, calls.inputs(seats, length), []
+    repeats = options.repeats_at(seats, length)
+    bounds = {records: Bound(given, records, pool, repeats) for records, pool in pools.items()}
+    if is_main:
+        zero_candidates(given, next(iter(pools.values())))
+    for records, bound in bounds.items():
+        programs = functools.partial(compiling.result, (seats, length, records))
+        points += short_road(bound, programs, options.hits, in_full=is_main)
+    if is_main:
         claims(points, options)
-
-
-def bench_shape(
-    seats: int, length: int, records: str, pool: Any, compiling: Compiling, options: Options
-) -> list[Point]:
-    is_main, given = (seats, length) == MAIN, calls.inputs(seats, length)
-    if is_main and records == options.records[0]:
-        zero_candidates(given, pool)
-    bound = Bound(given, records, pool, options.repeats_at(seats, length))
-    programs = functools.partial(compiling.result, (seats, length, records))
-    points = short_road(bound, programs, options.hits, in_full=is_main)
     if "whole" in options.roads:
-        whole_road(bound, programs, options.hits, points[0].cap)
+        caps = {point.records: point.cap for point in points}
+        for records, bound in bounds.items():
+            programs = functools.partial(compiling.result, (seats, length, records))
+            whole_road(bound, programs, options.hits, caps[records])
     if len(options.shapes) > 1:
         calls.inputs.cache_clear()
     return points

@@ -318,21 +318,24 @@ def _fill(records, shared: Shared, layer, wanted: Lists, staged):
 def whole(records, changing, shared: Shared, layer, config: CacheConfig, way: str):
     """As `echo_layer` without projections and attention. way: "resident", "in turn", "fused" or "second stream"."""
     *others, maps = changing
-    (records, maps), slots, positions, kth, _ = layer_of((records, maps), others, shared, layer, config, way)
+    (records, maps), slots, positions, kth, *_ = layer_of((records, maps), others, shared, layer, config, way)
     return records, (maps, slots, positions, kth)
 
 
 def layer_of(
-    state, changing, shared: Shared, layer, config: CacheConfig, way: str, step: Any = 2
-) -> tuple[Any, jax.Array, jax.Array, jax.Array, Moved | None]:
-    """(records, maps), slots and positions of the selected, the k-th scores, and what moved."""
+    state, changing, shared: Shared, layer, config: CacheConfig, way: str, step: Any = 2, staging: Staging | None = None
+) -> tuple[Any, jax.Array, jax.Array, jax.Array, Moved | None, jax.Array]:
+    """(records, maps), slots and positions of the selected, the k-th scores, what moved, and all scores.
+
+    `staging` is what was copied before this step; a way that copies for itself does not look at it.
+    """
     start, query, threshold, bound = changing
     records, maps = state
     held = LayerState(slots=maps, records=records, index_keys=None, threshold=None)
     new_rows = jnp.take_along_axis(shared.rows, shared.lengths[:, None], axis=1)
     lengths, step = shared.lengths, jnp.asarray(step, jnp.int32)
     view = StepView(shared.rows, lengths, lengths[:, None], new_rows, start.visible, step)
-    staging, above = recall.no_staging(config, config.seats), None
+    staging, above = recall.no_staging(config, config.seats) if staging is None else staging, None
     if way == "fused":
         found = prefetch(start, query, threshold, maps.slot_of, shared, layer, config.staging, bound)
         scores, above = found.scores, found.above
@@ -345,13 +348,13 @@ def layer_of(
     selection = layer_lib.select(config, view, scores, None, None if bound is None else indexer.Bound(bound, above))
     positions, kth = selection
     if way == "resident":
-        return state, positions, positions, kth, None
+        return state, positions, positions, kth, None, scores
     of_selected = jnp.take_along_axis(scores, jnp.maximum(positions, 0), axis=-1)
     new = jnp.zeros((config.seats, 1, *config.records.shape), config.records.dtype)
     nomination = recall.nominate(config, held)
     asked = (config, held, shared.pool, layer, view, new, positions, of_selected, staging, nomination)
     held, slots, moved = recall.require(*asked)
-    return (held.records, held.slots), slots, positions, kth, moved
+    return (held.records, held.slots), slots, positions, kth, moved, scores
 
 
 def on_second_stream(scores, threshold, maps: SlotMaps, view: StepView, shared: Shared, layer, config) -> Staging:

@@ -1,6 +1,6 @@
 """Threshold policies in the fused kernel on an H200: what each copies ahead, in vain or not, and what a step takes.
 
-    python -m bench.prefetch_policies [--policies "ema margin:ema,1 module:Class"] [--hits 0.5,0.9,0.97] [--steps 64]
+    python -m bench.prefetch_policies [--policies "ema margin:ema,1 module:Class"] [--bands 128,512] [--hits 0.5,0.9]
 
 A step is the whole road of `prefetch_calls`: scores with prefetch by the policy's threshold, exact top-k, slots, and
 recall. The pool keeps what the steps before left in it, 6144 slots a request, LRU; the history does not grow. 40 s.
@@ -8,6 +8,9 @@ recall. The pool keeps what the steps before left in it, 6144 slots a request, L
 Queries have a locality of their choosing: q_t = a u + b v_t + c w_t, a direction that is fixed, one that turns slowly
 and one that is fresh at each step, drawn for every seat and head; b is 0.3, a^2 + b^2 + c^2 = 1, and c is found by
 bisection so that so many of the selected rows are resident. Every policy sees the same queries.
+
+Beside the policies, another way: a *band* of m ranks behind the k-th is copied after each step, for the next one. A
+model would do it while its MLP runs, so what it takes is no part of the step's time.
 
 It knows queries, policies and counts. What a call is stands in `prefetch_calls`, how long it takes in
 `prefetch_timing`.
@@ -35,10 +38,10 @@ from bench import prefetch_calls as calls
 from bench import prefetch_timing as timing
 from bench.prefetch_calls import FORMATS, HEADS, SLOTS, WIDTH, Inputs, K
 from bench.prefetch_checks import FILE, Watchdog
-from echo_jax import pool, threshold
+from echo_jax import hostmem, indexer, pool, recall, threshold
 from echo_jax.cli.policies import parse_threshold
 from echo_jax.threshold import Listing, Never
-from echo_jax.types import ThresholdPolicy
+from echo_jax.types import NO_POSITION, NO_ROW, NO_SLOT, Staging, ThresholdPolicy
 
 SHAPE = (16, 131_072)
 RECORDS = "fp8"
@@ -59,6 +62,7 @@ POLICIES = (
     "margin:ema,1",
     "margin:ema,3",
 )
+MIDDLE = 2  # the mark between a step and its band
 COUNTS = ("hits", "useful", "recalled", "staged", "refused")
 
 
@@ -96,9 +100,31 @@ def program(policy: ThresholdPolicy, config: Any, way: str) -> timing.Program:
         predicted = threshold.predict(policy, memory, config.seats)
         bound = threshold.bound(policy, memory, config.seats)
         asked = ((records, maps), (start, query, predicted, bound), shared, layer, config, way, step)
-        (records, maps), slots, positions, kth, moved = calls.layer_of(*asked)
+        (records, maps), slots, positions, kth, moved, _ = calls.layer_of(*asked)
         memory = threshold.observe(policy, memory, kth, start.visible > K)
         return (records, maps, memory, moved, step + 1), (slots, positions)
+
+    return run
+
+
+def band(config: Any, width: int) -> timing.Program:
+    """((records, maps, staging, moved, step), (start, query), shared, layer) -> the same after a step that took what it
+    could from the band of the step before, and copied its own; MIDDLE lies between the two."""
+
+    def run(state, changing, shared, layer):
+        records, maps, staging, _, step = state
+        start, query = changing
+        asked = ((records, maps), (start, query, None, None), shared, layer, config, "in turn", step)
+        (records, maps), slots, positions, kth, moved, scores = calls.layer_of(*asked, staging=staging)
+        scores, maps, records = timing.mark((scores, maps, records), (slots, positions), number=MIDDLE)
+        wide = indexer.select(scores[:, 0], start.visible[:, 0], K + width).positions
+        of_wide = jnp.take_along_axis(scores[:, 0], jnp.maximum(wide, 0), axis=1)
+        rows = recall.rows_at(shared.rows, jnp.where(wide < shared.lengths[:, None], wide, NO_POSITION))
+        wanted = (of_wide < kth) & (pool.lookup(maps, rows) == NO_SLOT)
+        rows = jax.lax.top_k(jnp.where(wanted, rows, NO_ROW), width)[0]
+        copied = hostmem.read_rows(shared.pool, layer, rows.reshape(-1)).reshape(*rows.shape, *config.records.shape)
+        nobody = jnp.zeros((config.seats,), jnp.int32)
+        return (records, maps, Staging(rows, copied, nobody), moved, step + 1), (slots, positions)
 
     return run
 
@@ -112,21 +138,30 @@ class Bench:
     shared: Any
     start: Any
 
-    def state(self, policy: ThresholdPolicy) -> Any:
-        """Nobody is resident, and nothing is known."""
+    def state(self, policy: ThresholdPolicy | int) -> Any:
+        """Nobody is resident, and nothing is known; of a band, its width is given."""
         form, seats = FORMATS[RECORDS], self.given.seats
         records = jnp.zeros((self.config.device_slots, *form.shape), form.dtype)
         maps = pool.initial(self.config.host_rows, self.config.device_slots)
         moved = calls.Moved(*(jnp.int32(0),) * 7)
-        return records, maps, threshold.initial(policy, seats), moved, jnp.int32(1)
+        if isinstance(policy, int):
+            rows = jnp.full((seats, policy), NO_ROW, jnp.int32)
+            copied = jnp.zeros((seats, policy, *form.shape), form.dtype)
+            memory = Staging(rows, copied, jnp.zeros((seats,), jnp.int32))
+        else:
+            memory = threshold.initial(policy, seats)
+        return records, maps, memory, moved, jnp.int32(1)
 
-    def run(self, compiled: Any, policy: ThresholdPolicy, fresh: float, steps: int) -> Steps:
+    def run(self, compiled: Any, policy: ThresholdPolicy | int, fresh: float, steps: int) -> Steps:
         holder, counts = [self.state(policy)], []
+        first: list[float] = []
         weight = jnp.float32(fresh)
 
         def keep(state: Any) -> None:
             holder[0] = state
             counts.append([int(getattr(state[3], name)) for name in COUNTS])
+            if isinstance(policy, int):
+                first.append(timing.elapsed_us(timing.BEGIN, MIDDLE))
 
         changing = [(self.start, query_at(jnp.int32(t), weight, self.given.seats)) for t in range(WARM + steps)]
         us = timing.time_calls(
@@ -135,6 +170,7 @@ class Bench:
             warmup=WARM,
         )
         hits, useful, recalled, staged, refused = np.mean(counts[WARM:], axis=0) / self.given.seats
+        us = harness.summarise(first[WARM:]) if first else us
         return Steps(us, hits / (hits + useful + recalled), useful, staged - useful, refused, recalled)
 
     def fresh_for(self, compiled: Any, hit: float) -> tuple[float, float]:
@@ -153,22 +189,24 @@ def made(pool_array: Any, cap: int) -> Bench:
     return Bench(given, config, calls.shared_of(given, pool_array, cap), calls.start_of(given, STAGING))
 
 
-def measure(policies: dict[str, ThresholdPolicy], hits: tuple[float, ...], steps: int, cap: int) -> None:
+def measure(
+    policies: dict[str, ThresholdPolicy], bands: tuple[int, ...], hits: tuple[float, ...], steps: int, cap: int
+) -> None:
     clock, host_rows = timing.Clock(), SHAPE[0] * SHAPE[1]
     timing.build()
     bench = made(calls.pool_of(RECORDS, host_rows)[0], cap)
     clock.lap("pool and inputs")
 
-    def compiled(item: tuple[ThresholdPolicy, str]) -> Any:
+    def compiled(item: tuple[Any, str]) -> Any:
         policy, way = item
         first = (bench.start, bench.given.sets[0].query)
-        return timing.compile_one(
-            timing.Job(program(policy, bench.config, way), bench.state(policy), first, bench.shared)
-        )
+        run = band(bench.config, policy) if way == "band" else program(policy, bench.config, way)
+        return timing.compile_one(timing.Job(run, bench.state(policy), first, bench.shared))
 
     # Every policy with the same bound for the selection, whose cost is not what is compared.
     listing = {name: Listing(policy) for name, policy in policies.items()}
-    jobs = {name: (policy, "fused") for name, policy in listing.items()} | {"in turn": (Listing(Never()), "in turn")}
+    jobs: dict[str, tuple[Any, str]] = {name: (policy, "fused") for name, policy in listing.items()}
+    jobs |= {"in turn": (Listing(Never()), "in turn")} | {f"band {width}": (width, "band") for width in bands}
     with ThreadPoolExecutor(8) as threads:
         programs = dict(zip(jobs, threads.map(compiled, jobs.values()), strict=True))
     clock.lap(f"{len(jobs)} programs")
@@ -209,6 +247,7 @@ def main() -> None:
         return lambda text: tuple(kind(part) for part in text.split(separator))
 
     parser.add_argument("--policies", type=several(str, " "), default=POLICIES, help="separated by blanks")
+    parser.add_argument("--bands", type=several(int), default=(128, 512), help="widths in ranks")
     parser.add_argument("--hits", type=several(float), default=(0.5, 0.8, 0.9, 0.95, 0.97, 0.99))
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--cap", type=int, default=224, help="of a seat; the rule's, which bench.prefetch prints")
@@ -216,7 +255,8 @@ def main() -> None:
     if jax.default_backend() != "gpu":
         sys.exit(f"this needs an NVIDIA GPU; jax sees {jax.devices()[0].platform}")
     with Watchdog("policies", 300):
-        measure({name: parse_threshold(name) for name in given.policies}, given.hits, given.steps, given.cap)
+        policies = {name: parse_threshold(name) for name in given.policies}
+        measure(policies, given.bands, given.hits, given.steps, given.cap)
 
 
 if __name__ == "__main__":

@@ -323,11 +323,18 @@ def whole_road(bound: Bound, programs: Callable[[str], Any], hits: tuple[float, 
     """The same with top-k and slot management, each way beside the others."""
     given, cap = bound.given, min(cap, STAGING["whole"])
     where = f"{given.seats} x {given.length}"
-    compiled = {way: programs(f"whole {way}") for way in WAYS}
-    print(f"    whole road, cap {cap}: " + "  ".join(f"{way:>24}" for way in WAYS), flush=True)
+    compiled = {}
+    for way in WAYS:
+        try:
+            compiled[way] = programs(f"whole {way}")
+            bound.time_whole(compiled[way], misses_at(hits[0]), cap)
+        except jax.errors.JaxRuntimeError as error:  # the other ways have times all the same
+            compiled.pop(way, None)
+            print(f"    {way} does not run: {str(error).splitlines()[0]}", flush=True)
+    print(f"    whole road, {bound.records}, cap {cap}: " + "  ".join(f"{way:>24}" for way in compiled), flush=True)
     for hit in hits:
         misses = misses_at(hit)
-        times = {way: bound.time_whole(compiled[way], misses, cap) for way in WAYS}
+        times = {way: bound.time_whole(program, misses, cap) for way, program in compiled.items()}
         print(
             f"    {hit:4.2f}                " + "  ".join(f"{spread(value):>24}" for value in times.values()),
             flush=True,
