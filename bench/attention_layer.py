@@ -33,7 +33,7 @@ import jax.numpy as jnp
 
 from bench import gpu_timing, harness
 from bench.harness import Measurement, summarise
-from echo_jax import hostmem, pool, recall, threshold
+from echo_jax import hostmem, pool, threshold
 from echo_jax import layer as layer_lib
 from echo_jax.config import CacheConfig
 from echo_jax.eviction import Lru
@@ -119,9 +119,8 @@ class Directions(NamedTuple):
 def one_step(config: CacheConfig, host_pool, state: LayerState, fixed: Fixed, index_query, clock, after):
     """Returns the state, a zero that only the attended values can tell, and what moved."""
     view = fixed.view._replace(step=clock)
-    nomination = recall.nominate(config, state)
     inputs = LayerInputs(fixed.query, fixed.record, index_query, fixed.weights + after, fixed.key)
-    state, out = layer_lib.echo_layer(config, state, host_pool, 0, view, inputs, scale=SCALE, nomination=nomination)
+    state, out = layer_lib.echo_layer(config, state, host_pool, 0, view, inputs, scale=SCALE)
     return state, jnp.minimum(jnp.abs(out.attended[0, 0, 0, 0]), 0.0), out.moved
 
 

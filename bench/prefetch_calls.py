@@ -351,8 +351,7 @@ def layer_of(
         return state, positions, positions, kth, None, scores
     of_selected = jnp.take_along_axis(scores, jnp.maximum(positions, 0), axis=-1)
     new = jnp.zeros((config.seats, 1, *config.records.shape), config.records.dtype)
-    nomination = recall.nominate(config, held)
-    asked = (config, held, shared.pool, layer, view, new, positions, of_selected, staging, nomination)
+    asked = (config, held, shared.pool, layer, view, new, positions, of_selected, staging)
     held, slots, moved = recall.require(*asked)
     return (held.records, held.slots), slots, positions, kth, moved, scores
 

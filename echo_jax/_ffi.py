@@ -25,7 +25,7 @@ import numpy as np
 from echo_jax import _compat
 
 ENVIRONMENT_SWITCH = "ECHO_JAX_FFI"
-LIBRARY_VERSION = 4  # kLibraryVersion in targets.h
+LIBRARY_VERSION = 5  # kLibraryVersion in targets.h
 BUILD_COMMAND = "pip install scikit-build-core cmake ninja && pip install --no-build-isolation --no-deps -e ."
 CUDA_BUILD_COMMAND = f"export CUDACXX=/usr/local/cuda/bin/nvcc && {BUILD_COMMAND}"
 
@@ -41,8 +41,8 @@ _TARGETS = {
     "echo_read_rows": "EchoReadRows",
     "echo_write_back": "EchoWriteBack",
     "echo_copy_rows": "EchoCopyRows",
-    "echo_nominate": "EchoNominate",
     "echo_allocate": "EchoAllocate",
+    "echo_require": "EchoRequire",
     "echo_release": "EchoRelease",
     "echo_top_k": "EchoTopK",
     "echo_bounded_top_k": "EchoBoundedTopK",
@@ -50,9 +50,6 @@ _TARGETS = {
 
 # kMaxTopK in top_k_kernel.cuh: what a GPU selects by echo_top_k lies in shared memory.
 GPU_MAX_TOP_K = 4096
-
-# kMostNominees in slots.h.
-MOST_NOMINEES = 1024
 
 
 # ---- is it there? ----------------------------------------------------------------------------------------
@@ -286,14 +283,6 @@ def top_k(
     return positions, kth_score
 
 
-def nominate(priority: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """echo_nominate: the `count` slots of lowest (priority, slot), and the marks that one echo_allocate consumes."""
-    sizes = (count, 8 + -(-priority.shape[0] // 32))  # the latter: MarksWords in slots.h
-    results = tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)
-    nominees, marks = _call("echo_nominate", results, (priority,))
-    return nominees, marks
-
-
 def allocate(
     slot_of: jax.Array,
     host_of: jax.Array,
@@ -302,8 +291,6 @@ def allocate(
     rows: jax.Array,
     touched: jax.Array,
     staged: jax.Array,
-    nominees: jax.Array,
-    marks: jax.Array,
     *,
     per_seat: int,
     new_per_seat: int,
@@ -312,13 +299,35 @@ def allocate(
     """echo_allocate: the four maps, in place if donated; slots, four lists of fills, all i32[M]; and six counts
     i32[]."""
     maps, numbers = (slot_of, host_of, priority, free), functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    lists, scratch = (numbers(rows.shape),) * 5, numbers((8 * rows.shape[0] + 8,))  # AllocateScratch in slots.h
-    results = (*map(jax.typeof, (*maps, marks)), *lists, *(numbers(()),) * 6, scratch)
+    lists, scratch = (numbers(rows.shape),) * 5, numbers((7 * rows.shape[0],))  # AllocateScratch in slots.h
+    results = (*map(jax.typeof, maps), *lists, *(numbers(()),) * 6, scratch)
     attributes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat), "blocks": np.int64(blocks)}
-    operands = (*maps, rows, touched, staged, nominees, marks)
-    aliases = {0: 0, 1: 1, 2: 2, 3: 3, 8: 4}
-    made = tuple(_call("echo_allocate", results, operands, aliases, **attributes))
-    return *made[:4], *made[5:-1]
+    operands, aliases = (*maps, rows, touched, staged), {index: index for index in range(4)}
+    return tuple(_call("echo_allocate", results, operands, aliases, **attributes))[:-1]
+
+
+def require(
+    maps: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    rows: jax.Array,
+    touched: jax.Array,
+    staged: jax.Array,
+    records: jax.Array,
+    host_pool: jax.Array,
+    layer: jax.Array,
+    new: jax.Array,
+    staged_records: jax.Array,
+    *,
+    per_seat: int,
+    new_per_seat: int,
+) -> tuple[jax.Array, ...]:
+    """echo_require: the four maps and `records` [N_G, record], in place if donated; slots i32[M]; six counts i32[]."""
+    numbers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    scratch = numbers((11 * rows.shape[0],))  # RequireScratch in slots.h
+    results = (*map(jax.typeof, (*maps, records)), numbers(rows.shape), *(numbers(()),) * 6, scratch)
+    attributes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat)}
+    operands = (*maps, rows, touched, staged, records, host_pool, layer, new, staged_records)
+    aliases = {0: 0, 1: 1, 2: 2, 3: 3, 7: 4}
+    return tuple(_call("echo_require", results, operands, aliases, **attributes))[:-1]
 
 
 def release(

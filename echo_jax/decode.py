@@ -117,10 +117,6 @@ def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: Dec
     hidden = dsa.embed(params, tokens.reshape(-1), model)
 
     layers, outputs = list(state.layers), []
-    # Before everything else: XLA then gives these results memory that nothing before them used, and a graph runs them
-    # beside the layers. Asked for where they are needed, they wait for whatever had their memory last.
-    nominations = [recall.nominate(cache, layer) for layer in layers]
-    hidden, nominations = lax.optimization_barrier((hidden, nominations))
     for index, weights in enumerate(params["layers"]):
         inputs = _by_seat(dsa.project(weights, hidden, positions, model), tokens.shape)
         shared = outputs[-1] if model.layer_kinds[index] == SHARED else None
@@ -139,7 +135,6 @@ def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: Dec
             scale=model.attention_scale,
             shared=shared,
             staging=staging,
-            nomination=nominations[index],
         )
         attended = output.attended.reshape(positions.shape[0], *output.attended.shape[2:])
         hidden = dsa.finish(weights, hidden, attended, model, model.mlp_kinds[index])

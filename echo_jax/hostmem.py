@@ -116,7 +116,7 @@ def read_rows(host_pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> 
     layer = jnp.asarray(layer, jnp.int32)
     _check_scalars(layer=layer)
     _check_lists(rows=rows)
-    if _uses_library(host_pool):
+    if uses_library(host_pool):
         return _ffi.read_rows(host_pool, layer, rows)
     wanted = _outside_if(rows < 0, rows, host_pool.shape[1])
     return host_pool.at[layer, wanted].get(mode="fill", fill_value=0)
@@ -148,7 +148,7 @@ def recall(
     _check_scalars(layer=layer, count=count)
     _check_lists(host_rows=host_rows, slots=slots, source=source)
     _check_records(host_pool, 1, records=records, new=new, staged=staged)
-    if _uses_library(host_pool):
+    if uses_library(host_pool):
         return _ffi.recall(records, host_pool, layer, count, host_rows, slots, source, new, staged)
     is_active = (host_rows >= 0) & (slots >= 0) & (jnp.arange(slots.shape[0], dtype=jnp.int32) < count)
     is_from_host = source == SOURCE_HOST
@@ -176,7 +176,7 @@ def write_back(host_pool: jax.Array, records: jax.Array, rows: jax.Array) -> jax
             f"records are [{records.shape[0]} layers, {records.shape[1]} rows] but host_pool has {wanted[0]} layers "
             f"and rows has length {wanted[1]}; give one record for each layer and entry of rows"
         )
-    if _uses_library(host_pool):
+    if uses_library(host_pool):
         return _ffi.write_back(host_pool, records, rows)
     written = _outside_if(rows < 0, rows, host_pool.shape[1])
     return host_pool.at[:, written].set(records, mode="drop", unique_indices=True)
@@ -191,7 +191,7 @@ def copy_rows(host_pool: jax.Array, source: jax.Array, target: jax.Array) -> jax
     host_pool: [L, N_H, *record]    source, target: i32[M]
     """
     _check_lists(source=source, target=target)
-    if _uses_library(host_pool):
+    if uses_library(host_pool):
         return _ffi.copy_rows(host_pool, source, target)
     rows = host_pool.shape[1]
     is_skipped = (source < 0) | (target < 0)
@@ -239,7 +239,7 @@ def _check_records(host_pool: jax.Array, leading: int, **arrays: jax.Array) -> N
             )
 
 
-def _uses_library(host_pool: jax.Array) -> bool:
+def uses_library(host_pool: jax.Array) -> bool:
     """Whether the library moves this pool's rows; RuntimeError where it should and has gone."""
     if memory_of(host_pool) is HostMemory.ORDINARY:
         return False

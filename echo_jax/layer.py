@@ -18,7 +18,6 @@ from jax import lax
 from echo_jax import attend, indexer, recall, threshold
 from echo_jax.config import CacheConfig
 from echo_jax.indexer import Bound, Selection
-from echo_jax.pool import Nomination
 from echo_jax.recall import StepView
 from echo_jax.stats import Moved
 from echo_jax.types import NO_POSITION, NO_SLOT, PAGE, LayerState, Staging
@@ -60,15 +59,13 @@ def echo_layer(
     scale: float,
     shared: LayerOutput | None = None,
     staging: Staging | None = None,
-    nomination: Nomination | None = None,
     selector: Selector | None = None,
 ) -> tuple[LayerState, LayerOutput]:
     """Attention of one layer over a cache whose records live on the host.
 
     On return the layer's maps and pool hold every selected row. `shared` is the output of the full layer whose selected
     set this layer reuses, and `staging` what `recall.read_ahead` copied for it; without `shared` the layer scores,
-    copies ahead and selects for itself, by `selector` or else the exact top-k. `nomination` is what `recall.nominate`
-    made of this layer's maps, early.
+    copies ahead and selects for itself, by `selector` or else the exact top-k.
     """
     # Finished values go in: what XLA fuses into projections must not depend on whether the cache is offloaded.
     inputs = lax.optimization_barrier(inputs)
@@ -91,7 +88,7 @@ def echo_layer(
     if config.offload:
         assert host_pool is not None
         state, slots, moved = recall.require(
-            config, state, host_pool, layer, view, new_records, selection.positions, scores, staging, nomination
+            config, state, host_pool, layer, view, new_records, selection.positions, scores, staging
         )
     else:
         state, slots, moved = keep_resident(config, state, view, new_records, selection.positions)

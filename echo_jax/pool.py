@@ -69,31 +69,11 @@ def before_touch(maps: SlotMaps, rows: jax.Array) -> tuple[jax.Array, jax.Array]
     return jnp.where(is_absent, FREE_PRIORITY, maps.priority[jnp.maximum(slots, 0)]), is_absent
 
 
-class Nomination(NamedTuple):
-    """Which slots of some maps would be taken first. For one `allocate` of the same maps."""
-
-    slots: jax.Array  # i32[C]  the slots of lowest (priority, slot), in this order
-    marks: jax.Array  # i32[...]  the library's own
-
-
-def nominate(maps: SlotMaps, *, implementation: str = "auto") -> Nomination | None:
-    """What `allocate` can know before it knows its rows: the slots that will be taken unless they are protected.
-
-    A hint that changes no result: it depends on the maps alone, so that a graph finds it beside the scores of a layer,
-    and `allocate` then looks at no other slots as long as these suffice. None where jnp keeps the maps, which sorts all
-    slots anyway.
-    """
-    if not _is_by_library(implementation):
-        return None
-    return Nomination(*_ffi.nominate(maps.priority, min(maps.priority.shape[0], _ffi.MOST_NOMINEES)))
-
-
 def allocate(
     maps: SlotMaps,
     rows: jax.Array,
     priority: jax.Array,
     staged: jax.Array | None = None,
-    nomination: Nomination | None = None,
     *,
     per_seat: int | None = None,
     new_per_seat: int = 0,
@@ -110,18 +90,14 @@ def allocate(
     Of several priorities for one slot the highest wins; FREE_PRIORITY and PROTECTED are not a policy's to give and
     become the next one inside.
 
-    nomination: `nominate` of the same maps, by the same implementation; without one it is made here.
-
     implementation: who keeps the maps, one of _ffi.IMPLEMENTATIONS; the result is the same. A named one works or raises
     RuntimeError with the reason and the remedy.
     """
     per_seat = max(rows.shape[0], 1) if per_seat is None else per_seat
     staged = jnp.zeros((0,), jnp.int32) if staged is None else staged
-    if not _is_by_library(implementation):
+    if not is_by_library(implementation):
         return _allocate_by_jnp(maps, rows, priority, staged, per_seat, new_per_seat)
-    nomination = nominate(maps, implementation=implementation) if nomination is None else nomination
-    assert nomination is not None
-    return _allocate_by_library(maps, rows, priority, staged, nomination, per_seat, new_per_seat)
+    return _allocate_by_library(maps, rows, priority, staged, per_seat, new_per_seat)
 
 
 def _allocate_by_jnp(maps: SlotMaps, rows, priority, staged, per_seat: int, new_per_seat: int):
@@ -181,7 +157,7 @@ def _allocate_by_jnp(maps: SlotMaps, rows, priority, staged, per_seat: int, new_
 
 
 def in_order(priority: jax.Array) -> jax.Array:
-    """i32[N_G]: the slots in ascending order of (priority, slot). Its first ones are what `nominate` names."""
+    """i32[N_G]: the slots in ascending order of (priority, slot)."""
     slots = jnp.arange(priority.shape[0], dtype=jnp.int32)
     return lax.sort((priority, slots), num_keys=1, is_stable=True)[1]
 
@@ -216,8 +192,8 @@ def clamp(priority: jax.Array) -> jax.Array:
 
 def release(maps: SlotMaps, is_dropped: jax.Array, *, implementation: str = "auto") -> SlotMaps:
     """Rows where bool[N_H] says so lose their slots."""
-    if _is_by_library(implementation):
-        slot_of, host_of, priority, free = _ffi.release(*_leaves(maps), is_dropped)
+    if is_by_library(implementation):
+        slot_of, host_of, priority, free = _ffi.release(*leaves(maps), is_dropped)
         return SlotMaps(slot_of=slot_of, host_of=host_of, priority=priority, free=free)
     loses = ~maps.free & is_dropped[jnp.maximum(maps.host_of, 0)]
     return SlotMaps(
@@ -232,21 +208,20 @@ def _mark(mask: jax.Array, slots: jax.Array) -> jax.Array:
     return mask.at[jnp.where(slots == NO_SLOT, mask.shape[0], slots)].set(True, mode="drop")
 
 
-def _allocate_by_library(
-    maps: SlotMaps, rows, priority, staged, nomination: Nomination, per_seat: int, new_per_seat: int, blocks: int = 0
-):
+def _allocate_by_library(maps: SlotMaps, rows, priority, staged, per_seat: int, new_per_seat: int, blocks: int = 0):
     sizes = {"per_seat": per_seat, "new_per_seat": new_per_seat, "blocks": blocks}
-    results = _ffi.allocate(*_leaves(maps), rows, priority, staged, *nomination, **sizes)
+    results = _ffi.allocate(*leaves(maps), rows, priority, staged, **sizes)
     slot_of, host_of, updated_priority, free, slots = results[:5]
     updated = SlotMaps(slot_of=slot_of, host_of=host_of, priority=updated_priority, free=free)
     return updated, Allocation(slots, Fills(*results[5:10]), *results[10:])
 
 
-def _leaves(maps: SlotMaps) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def leaves(maps: SlotMaps) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The maps in the order of the library."""
     return maps.slot_of, maps.host_of, maps.priority, maps.free
 
 
-def _is_by_library(implementation: str) -> bool:
+def is_by_library(implementation: str) -> bool:
     """Whether `implementation` (one of _ffi.IMPLEMENTATIONS) means the library on the default backend, or its error."""
     served = _ffi.serves("slot manager", implementation)
     # What is traced in a process with a GPU may be placed on its CPU, where the targets must be known too.

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from echo_jax import hostmem, pool
+from echo_jax import _ffi, hostmem, pool
 from echo_jax.config import CacheConfig
-from echo_jax.pool import Allocation, Nomination
+from echo_jax.pool import Allocation
 from echo_jax.stats import Moved
 from echo_jax.types import NO_POSITION, NO_ROW, LayerState, SlotMaps, Staging
 
@@ -127,15 +127,6 @@ def _stage(config: CacheConfig, host_pool, layer, view: StepView, found: jax.Arr
     return Staging(rows, records.reshape(*rows.shape, *config.records.shape), refused)
 
 
-def nominate(config: CacheConfig, state: LayerState) -> Nomination | None:
-    """A hint to `require`: the slots that it will take unless they turn out to be selected. It needs nothing but the
-    maps as the step before left them, so a graph finds it beside everything that comes before `require`. None in the
-    resident run, and where `require` has no use for it."""
-    if state.slots is None:
-        return None
-    return pool.nominate(state.slots, implementation=config.slot_manager)
-
-
 def require(
     config: CacheConfig,
     state: LayerState,
@@ -146,40 +137,95 @@ def require(
     selected: jax.Array,
     selected_scores: jax.Array,
     staging: Staging,
-    nomination: Nomination | None = None,
 ) -> tuple[LayerState, jax.Array, Moved]:
     """Makes the step's new rows and selected rows resident; returns the slots of the latter, i32[B, T, K].
 
     new_records [B, T, *record], selected i32[B, T, K] positions with their scores f32[B, T, K]. Missing rows are filled
-    from the new record, from staging where staged, from the host otherwise. `nomination` is what `nominate` said of the
-    same maps.
+    from the new record, from staging where staged, from the host otherwise.
     """
     assert state.slots is not None
-    maps, allocation = plan(config, state.slots, view, selected, selected_scores, staging.rows, nomination)
-    fills = allocation.fills
-    records = hostmem.recall(
+    wanted = _wanted(config, state.slots, view, selected, selected_scores)
+    given = new_records.reshape(-1, *config.records.shape), staging.records.reshape(-1, *config.records.shape)
+    if pool.is_by_library(config.slot_manager) and hostmem.uses_library(host_pool):
+        required = _by_one_call(state, host_pool, layer, wanted, staging.rows.reshape(-1), *given)
+    else:
+        required = _by_two_calls(config, state, host_pool, layer, wanted, staging.rows.reshape(-1), *given)
+    moved = Moved(
+        hits=required.hits,
+        useful=required.useful,
+        recalled=required.recalled,
+        staged=jnp.sum(staging.rows != NO_ROW, dtype=jnp.int32),
+        refused=jnp.sum(staging.refused, dtype=jnp.int32),
+        evicted=required.evicted,
+        written=required.written,
+    )
+    seats, count = view.new_rows.shape
+    slots = required.slots.reshape(seats, -1)[:, count:].reshape(selected.shape)
+    return state.replace(slots=required.maps, records=required.records), slots, moved
+
+
+class _Wanted(NamedTuple):
+    """What `pool.allocate` is asked for: a seat's list is its T new rows, then the rows it selected in order."""
+
+    rows: jax.Array  # i32[B * (T + T * K)]
+    priority: jax.Array  # i32[B * (T + T * K)]
+    sizes: dict[str, int]
+
+
+class _Required(NamedTuple):
+    """What `require` comes to, whoever did it."""
+
+    maps: SlotMaps
+    records: jax.Array
+    slots: jax.Array  # i32[B * (T + T * K)]
+    hits: jax.Array
+    useful: jax.Array
+    recalled: jax.Array
+    written: jax.Array
+    evicted: jax.Array
+
+
+def _wanted(config: CacheConfig, maps: SlotMaps, view: StepView, selected, selected_scores) -> _Wanted:
+    seats, count = view.new_rows.shape
+    wanted = jnp.concatenate([view.new_rows, rows_at(view.rows, selected.reshape(seats, -1))], axis=1)
+    scores = jnp.concatenate([jnp.full((seats, count), -jnp.inf), selected_scores.reshape(seats, -1)], axis=1)
+    rows = wanted.reshape(-1)
+    priority = config.eviction.touch(*pool.before_touch(maps, rows), view.step, scores.reshape(-1))
+    return _Wanted(rows, priority, {"per_seat": wanted.shape[1], "new_per_seat": count})
+
+
+def _by_one_call(state: LayerState, host_pool, layer, wanted: _Wanted, staged_rows, new, staged) -> _Required:
+    """Where the library keeps the maps and moves the records, it does both at once: on a GPU one launch less, and the
+    lists of what to fill never leave the block that made them."""
+    assert state.slots is not None
+    results = _ffi.require(
+        pool.leaves(state.slots),
+        wanted.rows,
+        wanted.priority,
+        staged_rows,
         state.records,
         host_pool,
         layer,
-        fills.count,
-        fills.rows,
-        fills.slots,
-        fills.source,
-        new_records.reshape(-1, *config.records.shape),
-        staging.records.reshape(-1, *config.records.shape),
+        new,
+        staged,
+        **wanted.sizes,
     )
-    moved = Moved(
-        hits=allocation.hits,
-        useful=allocation.useful,
-        recalled=allocation.recalled,
-        staged=jnp.sum(staging.rows != NO_ROW, dtype=jnp.int32),
-        refused=jnp.sum(staging.refused, dtype=jnp.int32),
-        evicted=allocation.evicted,
-        written=allocation.written,
+    slot_of, host_of, priority, free, records, slots, _, hits, useful, recalled, written, evicted = results
+    maps = SlotMaps(slot_of=slot_of, host_of=host_of, priority=priority, free=free)
+    return _Required(maps, records, slots, hits, useful, recalled, written, evicted)
+
+
+def _by_two_calls(
+    config: CacheConfig, state: LayerState, host_pool, layer, wanted: _Wanted, staged_rows, new, staged
+) -> _Required:
+    assert state.slots is not None
+    maps, made = pool.allocate(
+        state.slots, wanted.rows, wanted.priority, staged_rows, **wanted.sizes, implementation=config.slot_manager
     )
-    seats, count = view.new_rows.shape
-    slots = allocation.slots.reshape(seats, -1)[:, count:].reshape(selected.shape)
-    return state.replace(slots=maps, records=records), slots, moved
+    fills = made.fills
+    lists = fills.count, fills.rows, fills.slots, fills.source
+    records = hostmem.recall(state.records, host_pool, layer, *lists, new, staged)
+    return _Required(maps, records, made.slots, made.hits, made.useful, made.recalled, made.written, made.evicted)
 
 
 def plan(
@@ -189,27 +235,19 @@ def plan(
     selected: jax.Array,
     selected_scores: jax.Array,
     staged_rows: jax.Array,
-    nomination: Nomination | None = None,
 ) -> tuple[SlotMaps, Allocation]:
     """The integer half of `require`: who gets which slot and what each is filled from. Moves no record.
 
     selected i32[B, T, K] positions with their scores f32[B, T, K]; staged_rows i32[B, S]. A seat's list is its T new
-    rows, then the rows it selected in order; `Allocation.slots` has its shape, i32[B * (T + T * K)]. Without a
-    nomination of these maps it is made here, on the way that the step waits for.
+    rows, then the rows it selected in order; `Allocation.slots` has its shape, i32[B * (T + T * K)].
     """
-    seats, count = view.new_rows.shape
-    wanted = jnp.concatenate([view.new_rows, rows_at(view.rows, selected.reshape(seats, -1))], axis=1)
-    scores = jnp.concatenate([jnp.full((seats, count), -jnp.inf), selected_scores.reshape(seats, -1)], axis=1)
-    rows = wanted.reshape(-1)
-    priority = config.eviction.touch(*pool.before_touch(maps, rows), view.step, scores.reshape(-1))
+    wanted = _wanted(config, maps, view, selected, selected_scores)
     return pool.allocate(
         maps,
-        rows,
-        priority,
+        wanted.rows,
+        wanted.priority,
         staged_rows.reshape(-1),
-        nomination,
-        per_seat=wanted.shape[1],
-        new_per_seat=count,
+        **wanted.sizes,
         implementation=config.slot_manager,
     )
 

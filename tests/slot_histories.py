@@ -42,6 +42,9 @@ CASES = [
     Case("one_priority", 3000, 500, 2, 100, 2, staged=64, priorities="one", warm=0.9),
     Case("any_priority", 3000, 500, 2, 100, 2, staged=64, priorities="any", warm=0.9),
     Case("few_of_many", 9000, 5000, 4, 33, 1, staged=40, fresh=0.2, releases=0.1, warm=0.99),
+    # Most of the lowest slots are selected: a sample of all slots misleads.
+    Case("mostly_selected", 9000, 5000, 4, 1100, 1, fresh=0.06, releases=0.0, steps=5, warm=1.0, different=4900),
+    Case("more_than_a_guess", 9000, 5000, 2, 900, 2, staged=64, fresh=0.9, releases=0.0, steps=5, warm=0.9),
     Case("crowded_bins", 9000, 5000, 8, 128, 0, fresh=0.7, priorities="any", steps=10, warm=0.9),
 ]
 

@@ -25,7 +25,7 @@ def test_the_step_lowers_for_cuda(memory, tokens):
     ).lower(lowering_platforms=("cuda",))
     text = step.as_text()
     layers = config.cache.num_layers
-    assert text.count("custom_call @echo_recall") == (layers if memory == "ffi" else 0)
+    assert text.count("custom_call @echo_require") == (layers if memory == "ffi" else 0)
     assert text.count("custom_call @echo_write_back") == (1 if memory == "ffi" else 0)
     assert state.host_pool is not None
     assert ("pinned_host" in text) == (memory == "ffi")
@@ -41,6 +41,6 @@ def test_every_layer_reads_the_whole_pool():
         scenarios.parameters(GLM), state, np.zeros((3, 1), np.int32), config=config
     ).as_text()
     pool = "x".join(map(str, state.host_pool.shape)) + "xbf16"
-    recalls = [line for line in text.splitlines() if "custom_call @echo_recall" in line]
-    assert recalls and all(f"tensor<{pool}>" in line for line in recalls)
+    readers = [line for line in text.splitlines() if "custom_call @echo_require" in line]
+    assert readers and all(f"tensor<{pool}>" in line for line in readers)
     assert not [line for line in text.splitlines() if "slice" in line and f"tensor<{pool}>" in line]

@@ -11,9 +11,9 @@
 
 #include "echo_ffi/rows.h"
 #include "echo_ffi/targets.h"
+#include "on_cpu.h"
 
 namespace echo_ffi {
-namespace {
 
 ffi::Error ReadLayer(const char* target, Numbers layer, int64_t layers, int64_t* value) {
   *value = layer.typed_data()[0];
@@ -22,6 +22,8 @@ ffi::Error ReadLayer(const char* target, Numbers layer, int64_t layers, int64_t*
   }
   return ffi::Error::Success();
 }
+
+namespace {
 
 ffi::Error OutOfRange(const char* target, const char* name, size_t index, int32_t value, const char* of,
                       int64_t limit) {
@@ -38,30 +40,23 @@ ffi::Error CheckRange(const char* target, const char* name, ffi::Span<const int3
   return ffi::Error::Success();
 }
 
-ffi::Error Recall(ffi::AnyBuffer records_buffer, ffi::AnyBuffer pool_buffer, Numbers layer_number, Numbers count_number,
-                  Numbers host_rows_list, Numbers slots_list, Numbers source_list, ffi::AnyBuffer new_buffer,
-                  ffi::AnyBuffer staged_buffer, ffi::Result<ffi::AnyBuffer> result) {
-  constexpr const char* kTarget = "echo_recall";
-  RecallViews views;
-  ECHO_RETURN_IF_ERROR(ViewRecall(kTarget, records_buffer, pool_buffer, layer_number, count_number, host_rows_list,
-                                  slots_list, source_list, new_buffer, staged_buffer, result, &views));
+}  // namespace
+
+ffi::Error RecallOnCpu(const char* target, const RecallViews& views, int64_t layer, int64_t count) {
   const auto& [records, fresh, staged, pool, host_rows_data, slots_data, source_data, length] = views;
-  int64_t layer = 0;
-  ECHO_RETURN_IF_ERROR(ReadLayer(kTarget, layer_number, pool.layers, &layer));
-  const int64_t count = count_number.typed_data()[0];
   if (count > length) {
-    return Refuse(kTarget, ": count is ", count, " but the lists hold ", length, " entries");
+    return Refuse(target, ": count is ", count, " but the lists hold ", length, " entries");
   }
   const size_t entries = static_cast<size_t>(std::max<int64_t>(count, 0));
   const ffi::Span<const int32_t> host_rows(host_rows_data, entries), slots(slots_data, entries),
       source(source_data, entries);
-  ECHO_RETURN_IF_ERROR(CheckRange(kTarget, "host_rows", host_rows, "host_pool", pool.rows));
-  ECHO_RETURN_IF_ERROR(CheckRange(kTarget, "slots", slots, "records", records.count));
+  ECHO_RETURN_IF_ERROR(CheckRange(target, "host_rows", host_rows, "host_pool", pool.rows));
+  ECHO_RETURN_IF_ERROR(CheckRange(target, "slots", slots, "records", records.count));
   const auto active = [&](size_t m) { return host_rows[m] >= 0 && slots[m] >= 0; };
   const int64_t given = fresh.count + staged.count;
   for (size_t m = 0; m < source.size(); ++m) {
     if (active(m) && (source[m] < kSourceHost || source[m] >= given)) {
-      return Refuse(kTarget, ": source[", m, "] is ", source[m], " but new and staged hold ", given,
+      return Refuse(target, ": source[", m, "] is ", source[m], " but new and staged hold ", given,
                     " rows; a value below ", given, " or ", kSourceHost, " (the host pool) is needed");
     }
   }
@@ -73,6 +68,20 @@ ffi::Error Recall(ffi::AnyBuffer records_buffer, ffi::AnyBuffer pool_buffer, Num
     std::memcpy(records.at(slots[m]), from, records.record_bytes);
   }
   return ffi::Error::Success();
+}
+
+namespace {
+
+ffi::Error Recall(ffi::AnyBuffer records_buffer, ffi::AnyBuffer pool_buffer, Numbers layer_number, Numbers count_number,
+                  Numbers host_rows_list, Numbers slots_list, Numbers source_list, ffi::AnyBuffer new_buffer,
+                  ffi::AnyBuffer staged_buffer, ffi::Result<ffi::AnyBuffer> result) {
+  constexpr const char* kTarget = "echo_recall";
+  RecallViews views;
+  ECHO_RETURN_IF_ERROR(ViewRecall(kTarget, records_buffer, pool_buffer, layer_number, count_number, host_rows_list,
+                                  slots_list, source_list, new_buffer, staged_buffer, result, &views));
+  int64_t layer = 0;
+  ECHO_RETURN_IF_ERROR(ReadLayer(kTarget, layer_number, views.pool.layers, &layer));
+  return RecallOnCpu(kTarget, views, layer, count_number.typed_data()[0]);
 }
 
 ffi::Error Zeros(ffi::AnyBuffer buffer, ffi::Result<ffi::AnyBuffer> result) {

@@ -142,15 +142,21 @@ struct Shape {
   static constexpr int kLoads = kLoadsOfOne, kMerged = kRowsOfMany, kMergedLoads = kLoadsOfMany;
 };
 
-// use(Shape) for records of so many bytes. Nine loads for four rows of 1152 B would not fit the registers of a thread.
+using ShapeOfWords = Shape<uint32_t, 4, 2, 6>;
+using ShapeOfShort = Shape<uint4, 2, 4, 6>;
+using ShapeOfLong = Shape<uint4, 3, 2, 5>;  // nine loads for four rows of 1152 B would not fit the registers of a thread
+
+inline constexpr int64_t kShortBytes = 2 * kLanes * 16;  // at most so many are two loads of a lane
+
+// use(Shape) for records of so many bytes.
 template <typename Use>
 void WithShape(int64_t record_bytes, bool is_aligned, Use use) {
   if (!is_aligned || record_bytes % 16 != 0) {
-    use(Shape<uint32_t, 4, 2, 6>{});
-  } else if (record_bytes <= 2 * kLanes * 16) {
-    use(Shape<uint4, 2, 4, 6>{});
+    use(ShapeOfWords{});
+  } else if (record_bytes <= kShortBytes) {
+    use(ShapeOfShort{});
   } else {
-    use(Shape<uint4, 3, 2, 5>{});
+    use(ShapeOfLong{});
   }
 }
 

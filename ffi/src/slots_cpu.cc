@@ -1,4 +1,4 @@
-// echo_nominate, echo_allocate and echo_release on a CPU: one thread, in the order of pool.allocate in echo_jax/pool.py.
+// echo_allocate and echo_release on a CPU: one thread, in the order of pool.allocate in echo_jax/pool.py.
 //
 // What takes time is random access to the maps, one or two a mention, and three passes over the priorities where
 // victims are needed; nothing is sorted that is not taken. All numbers are checked, and the slots counted, before the
@@ -10,6 +10,7 @@
 
 #include "echo_ffi/slots.h"
 #include "echo_ffi/targets.h"
+#include "on_cpu.h"
 
 namespace echo_ffi {
 namespace {
@@ -109,70 +110,16 @@ std::vector<int32_t> Take(const int32_t* priority, int64_t slots, int64_t wanted
   return taken;
 }
 
-// The same where the pool's lowest slots are known, as many as were nominated: what is left of them, without those that are
-// protected now, or a choice among all slots.
-std::vector<int32_t> TakeNominated(const AllocateViews& list, int64_t wanted, int64_t* evicted) {
-  const Maps& maps = list.maps;
-  std::vector<int32_t> taken;
-  int64_t used = 0;
-  for (int64_t i = 0; i < list.nominated && static_cast<int64_t>(taken.size()) < wanted; ++i) {
-    const int32_t slot = list.nominees[i];
-    if (slot < 0 || maps.priority[slot] == kProtected) continue;
-    used += maps.priority[slot] != kFreePriority;
-    taken.push_back(slot);
-  }
-  if (static_cast<int64_t>(taken.size()) < wanted) return Take(maps.priority, maps.device_slots, wanted, evicted);
-  *evicted = used;
-  return taken;
-}
-
-// ---- echo_nominate -----------------------------------------------------------------------------------------------------
-
-ffi::Error Nominate(Numbers priority, ffi::Result<Numbers> nominees, ffi::Result<Numbers> marks) {
-  constexpr const char* kTarget = "echo_nominate";
-  ECHO_RETURN_IF_ERROR(ViewNominate(kTarget, priority, nominees, marks));
-  int64_t evicted = 0;
-  const int64_t wanted = static_cast<int64_t>(nominees->element_count());
-  const std::vector<int32_t> taken = Take(priority.typed_data(), priority.element_count(), wanted, &evicted);
-  std::copy(taken.begin(), taken.end(), nominees->typed_data());
-  std::fill_n(marks->typed_data(), marks->element_count(), 0);
-  return ffi::Error::Success();
-}
-
 // ---- echo_allocate -----------------------------------------------------------------------------------------------------
 
-ffi::Error Allocate(Numbers slot_of_list, Numbers host_of_list, Numbers priority_list, Flags free_list, Numbers rows_list,
-                    Numbers touched_list, Numbers staged_list, Numbers nominees_list, Numbers marks_list,
-                    ffi::Result<Numbers> slot_of_result, ffi::Result<Numbers> host_of_result,
-                    ffi::Result<Numbers> priority_result, ffi::Result<Flags> free_result,
-                    ffi::Result<Numbers> /*marks, of a GPU*/, ffi::Result<Numbers> slots_result,
-                    ffi::Result<Numbers> fill_rows_result, ffi::Result<Numbers> fill_slots_result,
-                    ffi::Result<Numbers> fill_mention_result, ffi::Result<Numbers> fill_source_result,
-                    ffi::Result<Number> to_fill, ffi::Result<Number> hits_result, ffi::Result<Number> useful_result,
-                    ffi::Result<Number> recalled_result, ffi::Result<Number> written_result,
-                    ffi::Result<Number> evicted_result, ffi::Result<Numbers> scratch_result, int64_t per_seat,
-                    int64_t new_per_seat, int64_t /*blocks, of a GPU*/) {
-  constexpr const char* kTarget = "echo_allocate";
-  AllocateViews list;
-  ECHO_RETURN_IF_ERROR(ViewMaps(kTarget, slot_of_list, host_of_list, priority_list, free_list, slot_of_result,
-                                host_of_result, priority_result, free_result, &list.maps));
-  ECHO_RETURN_IF_ERROR(ViewAllocate(kTarget, rows_list, touched_list, staged_list, nominees_list, marks_list,
-                                    slots_result, fill_rows_result, fill_slots_result, fill_mention_result,
-                                    fill_source_result,
-                                    {to_fill, hits_result, useful_result, recalled_result, written_result,
-                                     evicted_result},
-                                    scratch_result, per_seat, new_per_seat, &list));
+}  // namespace
+
+ffi::Error AllocateOnCpu(const char* target, const AllocateViews& list) {
   const Maps& maps = list.maps;
   const int32_t* rows = list.rows;
   const int32_t length = static_cast<int32_t>(list.length);
-  ECHO_RETURN_IF_ERROR(CheckRows(kTarget, "rows", rows, length, maps.host_rows));
-  ECHO_RETURN_IF_ERROR(CheckRows(kTarget, "staged", list.staged, list.staged_length, maps.host_rows));
-  for (int64_t i = 0; i < list.nominated; ++i) {
-    if (list.nominees[i] >= maps.device_slots) {
-      return Refuse(kTarget, ": nominees[", i, "] is ", list.nominees[i], " but host_of holds ", maps.device_slots,
-                    " slots; nominees of these maps, as they are now, are needed");
-    }
-  }
+  ECHO_RETURN_IF_ERROR(CheckRows(target, "rows", rows, length, maps.host_rows));
+  ECHO_RETURN_IF_ERROR(CheckRows(target, "staged", list.staged, list.staged_length, maps.host_rows));
 
   // Who is here. A missing row's first mention leaves its marker in slot_of, below NO_SLOT: it is the place where the
   // other mentions and the staged rows find it.
@@ -200,7 +147,7 @@ ffi::Error Allocate(Numbers slot_of_list, Numbers host_of_list, Numbers priority
   const int64_t wanted = static_cast<int64_t>(missing.size());
   if (hits + wanted > maps.device_slots) {
     for (const int32_t m : missing) maps.slot_of[rows[m]] = kNoSlot;
-    return Refuse(kTarget, ": the list has ", hits + wanted, " different rows but the pool holds ", maps.device_slots,
+    return Refuse(target, ": the list has ", hits + wanted, " different rows but the pool holds ", maps.device_slots,
                   "; raise device_slots or lower the batch");
   }
 
@@ -223,7 +170,7 @@ ffi::Error Allocate(Numbers slot_of_list, Numbers host_of_list, Numbers priority
   }
   int64_t evicted = 0;
   if (wanted > 0) {
-    const std::vector<int32_t> taken = TakeNominated(list, wanted, &evicted);
+    const std::vector<int32_t> taken = Take(maps.priority, maps.device_slots, wanted, &evicted);
     for (int64_t rank = 0; rank < wanted; ++rank) {
       const int32_t slot = taken[rank], row = rows[missing[rank]];
       if (maps.host_of[slot] != kNoRow) maps.slot_of[maps.host_of[slot]] = kNoSlot;
@@ -247,9 +194,9 @@ ffi::Error Allocate(Numbers slot_of_list, Numbers host_of_list, Numbers priority
   const int32_t new_rows = static_cast<int32_t>(list.new_rows());
   size_t rank = 0;
   int32_t fills = 0, useful = 0, recalled = 0, written = 0;
-  for (int32_t m = 0, place = 0; m < length; ++m, place = place + 1 == per_seat ? 0 : place + 1) {
+  for (int32_t m = 0, place = 0; m < length; ++m, place = place + 1 == list.per_seat ? 0 : place + 1) {
     const bool is_first = rank < missing.size() && missing[rank] == m;
-    const bool is_new = place < new_per_seat && list.slots[m] >= 0;
+    const bool is_new = place < list.new_per_seat && list.slots[m] >= 0;
     rank += is_first;
     if (!is_first && !is_new) continue;
     int32_t source = is_new ? list.NewPlace(m) : staged_place[m];
@@ -272,6 +219,30 @@ ffi::Error Allocate(Numbers slot_of_list, Numbers host_of_list, Numbers priority
   *list.counts[kWritten] = written;
   *list.counts[kEvicted] = static_cast<int32_t>(evicted);
   return ffi::Error::Success();
+}
+
+namespace {
+
+ffi::Error Allocate(Numbers slot_of_list, Numbers host_of_list, Numbers priority_list, Flags free_list, Numbers rows_list,
+                    Numbers touched_list, Numbers staged_list, ffi::Result<Numbers> slot_of_result,
+                    ffi::Result<Numbers> host_of_result, ffi::Result<Numbers> priority_result,
+                    ffi::Result<Flags> free_result, ffi::Result<Numbers> slots_result,
+                    ffi::Result<Numbers> fill_rows_result, ffi::Result<Numbers> fill_slots_result,
+                    ffi::Result<Numbers> fill_mention_result, ffi::Result<Numbers> fill_source_result,
+                    ffi::Result<Number> to_fill, ffi::Result<Number> hits_result, ffi::Result<Number> useful_result,
+                    ffi::Result<Number> recalled_result, ffi::Result<Number> written_result,
+                    ffi::Result<Number> evicted_result, ffi::Result<Numbers> scratch_result, int64_t per_seat,
+                    int64_t new_per_seat, int64_t /*blocks, of a GPU*/) {
+  constexpr const char* kTarget = "echo_allocate";
+  AllocateViews list;
+  ECHO_RETURN_IF_ERROR(ViewMaps(kTarget, slot_of_list, host_of_list, priority_list, free_list, slot_of_result,
+                                host_of_result, priority_result, free_result, &list.maps));
+  ECHO_RETURN_IF_ERROR(ViewAllocate(kTarget, rows_list, touched_list, staged_list, slots_result, fill_rows_result, fill_slots_result, fill_mention_result,
+                                    fill_source_result,
+                                    {to_fill, hits_result, useful_result, recalled_result, written_result,
+                                     evicted_result},
+                                    scratch_result, per_seat, new_per_seat, &list));
+  return AllocateOnCpu(kTarget, list);
 }
 
 // ---- echo_release ------------------------------------------------------------------------------------------------------
@@ -300,12 +271,6 @@ ffi::Error Release(Numbers slot_of_list, Numbers host_of_list, Numbers priority_
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoNominateCpu, Nominate,
-                              ffi::Ffi::Bind()
-                                  .Arg<Numbers>()    // priority
-                                  .Ret<Numbers>()    // nominees
-                                  .Ret<Numbers>());  // marks
-
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoAllocateCpu, Allocate,
                               ffi::Ffi::Bind()
                                   .Arg<Numbers>()   // slot_of
@@ -315,13 +280,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoAllocateCpu, Allocate,
                                   .Arg<Numbers>()   // rows
                                   .Arg<Numbers>()   // touched
                                   .Arg<Numbers>()   // staged
-                                  .Arg<Numbers>()   // nominees
-                                  .Arg<Numbers>()   // marks
                                   .Ret<Numbers>()   // slot_of
                                   .Ret<Numbers>()   // host_of
                                   .Ret<Numbers>()   // priority
                                   .Ret<Flags>()     // free
-                                  .Ret<Numbers>()   // marks
                                   .Ret<Numbers>()   // slots
                                   .Ret<Numbers>()   // fill_rows
                                   .Ret<Numbers>()   // fill_slots

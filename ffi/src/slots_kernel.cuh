@@ -1,148 +1,210 @@
-// echo_nominate as one kernel of one cluster, echo_allocate as one kernel of some clusters, echo_release as one kernel.
+// echo_allocate and echo_require as one kernel of one cluster each, echo_release as one kernel.
 //
 // What allocate means stands in pool.allocate of echo_jax/pool.py. How it goes:
 //
-//   Look     by all blocks, a mention a thread: its row is looked up. A resident row's slot is marked; the first mark counts
-//            the hit and writes the priority. Bits say which mentions are left: missing or new, and those whose slot had
-//            been marked already. No map but `priority` changes.
-//   -------- each block says that it is done; the last one to say so goes on, as nobody else will touch a thing
-//   Few      that block alone (slots_few.cuh): the missing rows take the lowest nominees that are not marked.
-//   Many     the last block's cluster (slots_many.cuh), where that was not possible.
-//   Touch    the last block's cluster: slots that were named more than once get the highest of their priorities.
+//   Look     a mention a thread: its row is looked up. A resident row's slot is marked in the shared memory of the block that
+//            owns it; the first mark counts the hit and writes the priority. No map but `priority` changes.
+//   -------- barrier of the cluster: who found what
+//   Touch    slots that were named more than once get the highest of their priorities.
+//   Settle   slots_settle.cuh, where rows are missing; where none is, new rows that have a slot are listed, or nothing is.
+//   Move     echo_require alone: the records, by the kernel of rows (rows_kernel.cuh).
 //
-// So no block ever waits for one that may not have started: those of a cluster start together. Nothing survives a call:
-// scratch and shared memory are written before they are read, and marks are zeroed by echo_nominate, once for each call.
-// The limit of the common case is latency: a chain of nine accesses to the L2 or to memory, each of which needs the one
-// before it.
+// Nothing survives a call: scratch and shared memory are written before they are read. What limits the common case is
+// latency: a chain of accesses to memory and of barriers, each of which needs the one before it. Hence one cluster, whose
+// blocks meet within half a microsecond and mark each other's slots without asking the L2, and no grid, whose blocks would
+// find more rows at a time and meet through memory.
 #ifndef ECHO_FFI_SLOTS_KERNEL_CUH_
 #define ECHO_FFI_SLOTS_KERNEL_CUH_
 
 #include <cstdint>
 
-#include "slots_few.cuh"
-#include "slots_many.cuh"
+#include "rows_jobs.cuh"
+#include "rows_kernel.cuh"
+#include "slots_guess.cuh"
 #include "slots_select.cuh"
+#include "slots_settle.cuh"
 
 namespace echo_ffi {
 
-// ---- nominate ----------------------------------------------------------------------------------------------------------
-
-template <int kBlocks>
-__device__ void NominateInCluster(const NominateTask& task) {
-  auto& shared = *reinterpret_cast<NominateShared<kBlocks>*>(SharedMemory());
-  Slots<kBlocks> slots(task.select, shared.select, SharedMemory() + sizeof(NominateShared<kBlocks>));
-  ClusterArrive();
-  LoadKeys(slots);
-  LoadMarks(slots, nullptr);
-  const int thread = slots.rank * kThreads + static_cast<int>(threadIdx.x);
-  const int words = kMarksHeader + (task.select.device_slots + 31) / 32;
-  for (int word = thread; word < words; word += kBlocks * kThreads) task.marks[word] = 0;
-  WaitForCopies();
-  __syncthreads();
-  ClusterWait();
-  NameLowest(slots, shared, task.nominated, task.nominees);
-}
-
 // ---- allocate ----------------------------------------------------------------------------------------------------------
 
-// How far a grid is, in one number: blocks that are done, blocks that saw a slot named twice, hits.
-inline constexpr int kRepeatedShift = 12, kHitsShift = 24;
-static_assert(kMostBlocks < 1 << 12);
-
-enum Verdict : int { kTouch = 1, kMany = 2 };  // bits
-
-// Of the entries looked at by block `number` of the grid.
+// No slot is protected but those beyond the last one.
 template <int kBlocks>
-__device__ void Look(Block<kBlocks>& block, int number) {
+__device__ void ClearMarks(Block<kBlocks>& block) {
+  const int slots = block.own_slots();
+  for (int word = threadIdx.x; word < block.words(); word += kThreads) {
+    const int left = slots - word * 32;
+    block.is_protected[word] = left >= 32 ? 0 : left <= 0 ? ~0u : ~0u << left;
+  }
+}
+
+// Protects a slot; whether it was.
+template <int kBlocks>
+__device__ bool Protect(Block<kBlocks>& block, int32_t slot) {
+  const uint32_t owner = static_cast<uint32_t>(slot) / static_cast<uint32_t>(block.task.adjacent);
+  const uint32_t at = static_cast<uint32_t>(slot) - owner * static_cast<uint32_t>(block.task.adjacent);
+  const uint32_t bit = 1u << at % 32;
+  return (atomicOr(Remote(&block.is_protected[at / 32], owner), bit) & bit) != 0;
+}
+
+template <int kBlocks>
+__device__ void Look(Block<kBlocks>& block) {
   const AllocateTask& task = block.task;
-  const int begin = block.Within(static_cast<int64_t>(number) * task.looked);
-  const int end = block.Within(begin + static_cast<int64_t>(task.looked));
-  int hits = 0;
-  bool is_any_repeated = false;
-  for (int base = begin + Warp() * 32; base < end; base += kThreads) {
-    const int m = base + Lane();
-    const bool is_entry = m < end;
-    const int32_t row = is_entry ? task.rows[m] : kNoRow;
-    const int32_t given = is_entry ? task.touched[m] : 0;
-    const bool is_row = block.IsRow(row);
-    const int32_t found = is_row ? __ldcg(task.slot_of + row) : kNoSlot;
-    if (is_entry) task.fill_rows[m] = task.fill_slots[m] = task.fill_mention[m] = task.fill_source[m] = -1;
-    const bool is_resident = is_row && block.IsSlot(found), is_missing = is_row && !is_resident;
-    bool is_repeated = false;
-    if (is_resident) {
-      const uint32_t bit = 1u << (found & 31);
-      is_repeated = atomicOr(block.protected_words() + found / 32, bit) & bit;
-      if (!is_repeated) task.select.priority[found] = Clamped(given);
-    }
-    if (is_entry) task.slots[m] = is_resident ? found : is_missing ? kMissing : kNoSlot;
-    const unsigned wanted = __ballot_sync(kAllLanes, is_missing || (is_row && block.IsNew(m)));
-    const unsigned repeated = __ballot_sync(kAllLanes, is_repeated);
-    hits += __popc(__ballot_sync(kAllLanes, is_resident && !is_repeated));
-    is_any_repeated |= repeated != 0;
-    if (Lane() == 0) {
-      block.wanted_words()[base / 32] = wanted;
-      block.repeated_words()[base / 32] = repeated;
-    }
-  }
-  __syncthreads();  // the counts are zero
-  if (Lane() == 0) {
-    if (hits > 0) atomicAdd(&block.shared.hits, hits);
-    if (is_any_repeated) block.shared.repeated = 1;
-  }
-}
-
-// How far the grid is with this block, which is done with its look.
-template <int kBlocks>
-__device__ uint64_t SayDone(Block<kBlocks>& block) {
   auto& shared = block.shared;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const unsigned long long own = 1ull | static_cast<unsigned long long>(shared.repeated) << kRepeatedShift |
-                                   static_cast<unsigned long long>(shared.hits) << kHitsShift;
-    __threadfence();
-    shared.progress = own + atomicAdd(reinterpret_cast<unsigned long long*>(block.progress()), own);
-    __threadfence();
+  int hits = 0, missing = 0, fresh = 0;
+  bool is_any_repeated = false, has_met = false;
+  // A warp without entries goes through it once: it has slots to load, and to meet the others.
+  int round = block.run_begin;
+  do {
+    int32_t row[kTogether], found[kTogether], given[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int m = round + 32 * i + Lane();
+      row[i] = m < block.run_end ? task.rows[m] : kNoRow;
+    }
+    SampleShare<kBlocks> samples;
+    if (!has_met) samples.Load(block);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) found[i] = block.IsRow(row[i]) ? __ldcg(task.slot_of + row[i]) : kNoSlot;
+    if (!has_met) {
+      LoadKeys(block);
+      ClusterWait();  // all have started: their marks are clear
+      samples.Share(block);
+      has_met = true;
+    }
+    bool was_marked[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) given[i] = block.IsSlot(found[i]) ? task.touched[round + 32 * i + Lane()] : 0;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) was_marked[i] = block.IsSlot(found[i]) && Protect(block, found[i]);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int m = round + 32 * i + Lane();
+      const bool is_row = block.IsRow(row[i]), is_resident = block.IsSlot(found[i]), is_missing = is_row && !is_resident;
+      if (is_resident && !was_marked[i]) task.priority[found[i]] = Clamped(given[i]);
+      hits += __popc(__ballot_sync(kAllLanes, is_resident && !was_marked[i]));
+      missing += __popc(__ballot_sync(kAllLanes, is_missing));
+      fresh += __popc(__ballot_sync(kAllLanes, is_row && block.IsNew(m)));
+      is_any_repeated |= was_marked[i];
+      if (m >= block.run_end) continue;
+      const int32_t seen = is_resident ? found[i] : is_missing ? kMissing : kNoSlot;
+      block.seen[m - block.begin] = task.slots[m] = seen;
+      if (!task.are_fills_a_result) continue;
+      task.fill_rows[m] = task.fill_slots[m] = task.fill_mention[m] = task.fill_source[m] = -1;
+    }
+    round += 32 * kTogether;
+  } while (round < block.run_end);
+  is_any_repeated = __ballot_sync(kAllLanes, is_any_repeated) != 0;
+  if (Lane() == 0) {
+    shared.warp_first[Warp()] = 0;  // unless rows are missing: then Rank counts both
+    shared.warp_fill[Warp()] = fresh;
+    if (hits > 0) atomicAdd(&shared.found.hits, hits);
+    if (missing > 0) atomicAdd(&shared.found.missing, missing);
+    if (fresh > 0) atomicAdd(&shared.found.fresh, fresh);
+    if (is_any_repeated) shared.found.repeated = 1;
   }
   __syncthreads();
-  return shared.progress;
+  if (threadIdx.x < kBlocks) *Remote(&shared.found_of_blocks[block.rank], threadIdx.x) = shared.found;
 }
 
+// The first mention of a slot wrote its priority before the barrier; every mention may raise it.
 template <int kBlocks>
 __device__ void TouchRepeated(Block<kBlocks>& block) {
   const AllocateTask& task = block.task;
-  const int words = (task.length + 31) / 32;
-  for (int word = block.rank * kWarps + Warp(); word < words; word += kBlocks * kWarps) {
-    const uint32_t bits = __ldcg(block.repeated_words() + word);
-    if (!(bits >> Lane() & 1)) continue;
-    const int m = word * 32 + Lane();
-    atomicMax(task.select.priority + __ldcg(task.slots + m), Clamped(task.touched[m]));
+  for (int m = block.run_begin + Lane(); m < block.run_end; m += 32) {
+    const int32_t seen = block.seen[m - block.begin];
+    if (seen > kNoSlot) atomicMax(task.priority + seen, Clamped(task.touched[m]));
   }
 }
 
-// Of cluster `cluster` of a grid of task.clusters.
+// Whether the block may have entries to fill: then shared.fill_of_blocks counts those of all blocks.
 template <int kBlocks>
-__device__ void AllocateInGrid(const AllocateTask& task, int cluster) {
-  Block<kBlocks> block(task);
+__device__ bool AllocateOfBlock(Block<kBlocks>& block) {
+  const AllocateTask& task = block.task;
   auto& shared = block.shared;
-  if (threadIdx.x == 0) shared.verdict = shared.hits = shared.repeated = 0;
-  if (threadIdx.x < kBlocks) shared.new_of_blocks[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.found = Found{};
+  ClearMarks(block);
   ClusterArrive();
-  Look(block, cluster * kBlocks + block.rank);
-  const uint64_t progress = SayDone(block);
-  ClusterWait();  // all have started: their shared memory is there
-  if (static_cast<int>(progress & ((1u << kRepeatedShift) - 1)) == task.clusters * kBlocks) {
-    const bool is_settled = SettleFew(block, static_cast<int>(progress >> kHitsShift));
-    const bool is_any_repeated = (progress >> kRepeatedShift & ((1u << (kHitsShift - kRepeatedShift)) - 1)) != 0;
-    const int verdict = (is_settled ? 0 : kMany) | (is_any_repeated ? kTouch : 0);
-    if (verdict != 0 && threadIdx.x < kBlocks) {
-      auto& theirs = *Remote(&shared, threadIdx.x);
-      theirs.verdict = verdict;
-      theirs.hits = static_cast<int>(progress >> kHitsShift);
-    }
-  }
+  Look(block);
   ClusterSync();
-  if (shared.verdict & kTouch) TouchRepeated(block);
-  if (shared.verdict & kMany) SettleMany(block, shared.hits);
+  Found all{};
+#pragma unroll 4
+  for (int peer = 0; peer < kBlocks; ++peer) {
+    const Found& found = shared.found_of_blocks[peer];
+    all = {all.hits + found.hits, all.missing + found.missing, all.fresh + found.fresh, all.repeated | found.repeated};
+  }
+  if (block.rank == 0 && threadIdx.x == 0) {
+    const int32_t counts[kCounts] = {all.fresh, all.hits, 0, 0, all.fresh, 0};
+    for (int which = 0; which < kCounts; ++which) *task.counts[which] = counts[which];
+  }
+  if (all.repeated) TouchRepeated(block);
+  if (all.missing > 0) {
+    Settle(block, all.missing);
+    return true;
+  }
+  WaitForCopies();  // of priorities that nobody needed
+  if (all.fresh == 0) return false;
+  if (threadIdx.x < kBlocks) {
+    shared.first_before[threadIdx.x] = 0;
+    shared.fill_of_blocks[threadIdx.x] = shared.found_of_blocks[threadIdx.x].fresh;
+  }
+  __syncthreads();
+  Finish(block, [](int) { return kNoSlot; });
+  return true;
+}
+
+template <int kBlocks>
+__device__ void AllocateInCluster(const AllocateTask& task) {
+  Block<kBlocks> block(task);
+  AllocateOfBlock(block);
+}
+
+// ---- require -----------------------------------------------------------------------------------------------------------
+
+struct RequireTask {
+  AllocateTask allocate;
+  RecallJobs recall;  // of the whole list; its count is not looked at
+  bool is_aligned;    // every address of a record is a multiple of 16
+};
+
+// The fills that one block lists.
+struct FillJobs {
+  using Memory = RecallJobs::Memory;
+  const RecallJobs& recall;
+  int begin;
+  int length;
+
+  __device__ int64_t Limit() const { return recall.pool.HasLayer(*recall.layer) ? length : 0; }
+  __device__ Move At(int64_t job) const { return recall.At(begin + job); }
+};
+
+// A block moves the records of its own part of the list, which it alone has listed: no barrier of the cluster is needed.
+template <int kBlocks>
+__device__ void RequireInCluster(const RequireTask& task) {
+  FillJobs jobs{task.recall, 0, 0};
+  {
+    Block<kBlocks> block(task.allocate);
+    if (!AllocateOfBlock(block)) return;
+#pragma unroll 1
+    for (int peer = 0; peer < block.rank; ++peer) jobs.begin += block.shared.fill_of_blocks[peer];
+    jobs.length = block.shared.fill_of_blocks[block.rank];
+  }
+  if (jobs.length == 0) return;
+  __syncthreads();
+  const int64_t bytes = task.recall.records.bytes;
+  const auto move_as = [&](auto shape) {
+    using Chosen = decltype(shape);
+    using Word = typename Chosen::Word;
+    MoveAll<FillJobs, Word, Chosen::kLoads, Chosen::kMerged, Chosen::kMergedLoads>(
+        jobs, static_cast<int>(bytes / static_cast<int64_t>(sizeof(Word))), 0, 1);
+  };
+  if (!task.is_aligned || bytes % 16 != 0) {
+    move_as(ShapeOfWords{});
+  } else if (bytes <= kShortBytes) {
+    move_as(Shape<uint4, 2, 2, 3>{});  // of four rows at once as in ShapeOfShort the registers would spill
+  } else {
+    move_as(ShapeOfLong{});
+  }
 }
 
 // ---- release -----------------------------------------------------------------------------------------------------------

@@ -18,25 +18,19 @@ __device__ inline uint32_t Ordered(int32_t priority) { return static_cast<uint32
 
 // The priorities of the block's slots are on their way into shared memory; WaitForCopies and a barrier end that.
 template <int kBlocks>
-__device__ void LoadKeys(Slots<kBlocks>& slots) {
-  const SelectTask& task = slots.task;
-  if (!task.are_keys_shared) return;
-  const int64_t left = task.device_slots - slots.first();
-  for (int at = threadIdx.x * 4; at < min(left, static_cast<int64_t>(task.adjacent)); at += kThreads * 4) {
-    const int bytes = static_cast<int>(min(left - at, int64_t{4})) * 4;
-    CopyAsync16(slots.keys + at, task.priority + slots.first() + at, bytes);
+__device__ void LoadKeys(Block<kBlocks>& block) {
+  if (!block.task.are_keys_shared) return;
+  const int count = block.own_slots();
+  for (int at = threadIdx.x * 4; at < count; at += kThreads * 4) {
+    CopyAsync16(block.keys + at, block.task.priority + block.first_slot() + at, min(count - at, 4) * 4);
   }
 }
 
-// marks: a bit of each slot of the pool, or null where none is protected.
-template <int kBlocks>
-__device__ void LoadMarks(Slots<kBlocks>& slots, const uint32_t* marks) {
-  for (int word = threadIdx.x; word < slots.words(); word += kThreads) {
-    const int64_t left = slots.task.device_slots - slots.first() - word * 32;
-    uint32_t bits = left <= 0 || marks == nullptr ? 0 : __ldcg(marks + slots.first() / 32 + word);
-    if (left < 32) bits |= left <= 0 ? ~0u : ~0u << left;
-    slots.is_protected[word] = bits;
-  }
+// Four priorities, of which `count` are there. A pool of any size begins where a load of 16 bytes may.
+__device__ inline int4 FourKeys(const int32_t* priority, int count) {
+  if (count >= 4) return __ldcg(reinterpret_cast<const int4*>(priority));
+  const auto key = [&](int i) { return i < count ? __ldcg(priority + i) : kProtected; };
+  return int4{key(0), key(1), key(2), key(3)};
 }
 
 // ---- the bin that holds the one of a rank ---------------------------------------------------------------------------
@@ -71,24 +65,24 @@ struct Taken {
 // The slots of a block as (key, slot), a warp's words of 32 one after the other.
 template <int kBlocks>
 struct Open {
-  Slots<kBlocks>& slots;
+  Block<kBlocks>& block;
   int run;       // words of a warp
   uint32_t low;  // Ordered priority that becomes 1; a free slot is 0
   bool only_free;
 
-  __device__ explicit Open(Slots<kBlocks>& of_slots)
-      : slots(of_slots), run((of_slots.words() + kWarps - 1) / kWarps), low(0), only_free(false) {}
+  __device__ explicit Open(Block<kBlocks>& of_block)
+      : block(of_block), run((of_block.words() + kWarps - 1) / kWarps), low(0), only_free(false) {}
 
   // Every slot of the warp's run once: function(slot, priority, is there one to take). All lanes call it together.
   template <typename Function>
   __device__ void ForEach(Function function) const {
-    const int end = min((Warp() + 1) * run, slots.words());
+    const int end = min((Warp() + 1) * run, block.words());
     for (int word = Warp() * run; word < end; ++word) {
       const int at = word * 32 + Lane();
-      const int slot = static_cast<int>(slots.first()) + at;
-      const bool is_open = !(slots.is_protected[word] >> Lane() & 1);
+      const int slot = static_cast<int>(block.first_slot()) + at;
+      const bool is_open = !(block.is_protected[word] >> Lane() & 1);
       int32_t priority = 0;
-      if (is_open) priority = slots.task.are_keys_shared ? slots.keys[at] : __ldcg(slots.task.priority + slot);
+      if (is_open) priority = block.task.are_keys_shared ? block.keys[at] : __ldcg(block.task.priority + slot);
       function(slot, priority, is_open && !(only_free && priority != kFreePriority));
     }
   }
@@ -99,7 +93,7 @@ struct Open {
 // The highest key that is taken, key and slot together, so that exactly `wanted` are.
 template <int kBlocks>
 __device__ uint64_t FindLast(Open<kBlocks>& open, int slot_bits, int key_bits, int wanted) {
-  auto& shared = open.slots.shared;
+  auto& shared = open.block.shared.select;
   uint64_t prefix = 0;
   int shift = slot_bits + key_bits;
   for (int round = 0;; ++round) {
@@ -138,8 +132,8 @@ __device__ uint64_t FindLast(Open<kBlocks>& open, int slot_bits, int key_bits, i
 
 // Sorts `size` pairs of scratch 0 by key, stably; returns where they end up.
 template <int kBlocks>
-__device__ int SortTaken(Slots<kBlocks>& block, int size, int key_bits) {
-  auto& shared = block.shared;
+__device__ int SortTaken(Block<kBlocks>& block, int size, int key_bits) {
+  auto& shared = block.shared.select;
   const int segment = (size + kBlocks - 1) / kBlocks;
   const int run = ((segment + kWarps - 1) / kWarps + 31) / 32 * 32;
   const int block_end = min((block.rank + 1) * segment, size);
@@ -228,9 +222,9 @@ struct Bound {
 // The bound of the `wanted` lowest slots, or of all that are not protected where they are fewer. Called by all blocks of a
 // cluster together, keys and marks loaded, before any priority changes that is not protected.
 template <int kBlocks>
-__device__ Bound<kBlocks> FindBound(Slots<kBlocks>& slots, int wanted) {
-  auto& shared = slots.shared;
-  Open<kBlocks> open(slots);
+__device__ Bound<kBlocks> FindBound(Block<kBlocks>& block, int wanted) {
+  auto& shared = block.shared.select;
+  Open<kBlocks> open(block);
   Range range{kNoKey, 0};
   int free = 0, used = 0;
   open.ForEach([&](int, int32_t priority, bool is_open) {
@@ -245,9 +239,9 @@ __device__ Bound<kBlocks> FindBound(Slots<kBlocks>& slots, int wanted) {
   __syncthreads();
   used = BlockSum(used, shared.totals).total;
   if (threadIdx.x < kBlocks) {
-    *Remote(&shared.range_of_blocks[slots.rank], threadIdx.x) = range;
-    *Remote(&shared.free_of_blocks[slots.rank], threadIdx.x) = free;
-    *Remote(&shared.used_of_blocks[slots.rank], threadIdx.x) = used;
+    *Remote(&shared.range_of_blocks[block.rank], threadIdx.x) = range;
+    *Remote(&shared.free_of_blocks[block.rank], threadIdx.x) = free;
+    *Remote(&shared.used_of_blocks[block.rank], threadIdx.x) = used;
   }
   ClusterSync();
   range = {kNoKey, 0};
@@ -261,7 +255,7 @@ __device__ Bound<kBlocks> FindBound(Slots<kBlocks>& slots, int wanted) {
   wanted = min(wanted, free + used);
   open.only_free = free >= wanted;
   if (!open.only_free) open.low = static_cast<uint32_t>(range.low);
-  const int slot_bits = Bits(static_cast<uint64_t>(max(slots.task.device_slots - 1, 1)));
+  const int slot_bits = Bits(static_cast<uint64_t>(max(block.task.device_slots - 1, 1)));
   const int key_bits = open.only_free ? 0 : Bits(range.high - range.low + 1);
   const uint64_t last = wanted > 0 ? FindLast(open, slot_bits, key_bits, wanted) : 0;
   return {open, slot_bits, last, wanted, wanted - min(wanted, free)};
@@ -269,10 +263,10 @@ __device__ Bound<kBlocks> FindBound(Slots<kBlocks>& slots, int wanted) {
 
 // So many slots as there may be.
 template <int kBlocks>
-__device__ Taken SelectLowest(Slots<kBlocks>& slots, int wanted) {
-  auto& shared = slots.shared;
-  const Bound<kBlocks> bound = FindBound(slots, wanted);
-  if (bound.count == 0) return {slots.task.sort_slots[0], 0, 0};
+__device__ Taken SelectLowest(Block<kBlocks>& block, int wanted) {
+  auto& shared = block.shared.select;
+  const Bound<kBlocks> bound = FindBound(block, wanted);
+  if (bound.count == 0) return {block.task.sort_slots[0], 0, 0};
 
   // The taken ones in order of slots.
   int in_run = 0;
@@ -282,60 +276,23 @@ __device__ Taken SelectLowest(Slots<kBlocks>& slots, int wanted) {
   if (Lane() == 0) shared.totals[Warp()] = in_run;
   __syncthreads();
   const Prefix warps = PrefixOfWarps(shared.totals);
-  if (threadIdx.x < kBlocks) *Remote(&shared.taken_of_blocks[slots.rank], threadIdx.x) = warps.total;
+  if (threadIdx.x < kBlocks) *Remote(&shared.taken_of_blocks[block.rank], threadIdx.x) = warps.total;
   ClusterSync();
   int next = warps.before;
-  for (int peer = 0; peer < slots.rank; ++peer) next += shared.taken_of_blocks[peer];
+  for (int peer = 0; peer < block.rank; ++peer) next += shared.taken_of_blocks[peer];
   bound.open.ForEach([&](int slot, int32_t priority, bool is_open) {
     const bool takes = bound.Takes(slot, priority, is_open);
     const unsigned lanes = __ballot_sync(kAllLanes, takes);
     if (takes) {
       const int to = next + __popc(lanes & ((1u << Lane()) - 1));
-      slots.task.sort_keys[0][to] = bound.open.KeyOf(priority);
-      slots.task.sort_slots[0][to] = slot;
+      block.task.sort_keys[0][to] = bound.open.KeyOf(priority);
+      block.task.sort_slots[0][to] = slot;
     }
     next += __popc(lanes);
   });
   ClusterSync();
-  const int where = SortTaken(slots, bound.count, Bits(bound.last >> bound.slot_bits));
-  return {slots.task.sort_slots[where], bound.count, bound.used};
-}
-
-// At most kMostNominees slots, which are all there: `nominees` in order of (priority, slot), without other memory. Every
-// block gets all of them and ranks a part.
-template <int kBlocks>
-__device__ void NameLowest(Slots<kBlocks>& slots, NominateShared<kBlocks>& shared, int wanted, int32_t* nominees) {
-  const Bound<kBlocks> bound = FindBound(slots, wanted);
-  if (threadIdx.x == 0) shared.named = 0;
-  __syncthreads();
-  bound.open.ForEach([&](int slot, int32_t priority, bool is_open) {
-    const bool takes = bound.Takes(slot, priority, is_open);
-    if (takes) shared.own[atomicAdd(&shared.named, 1)] = bound.KeyOf(slot, priority);
-  });
-  __syncthreads();
-  const int named = shared.named;
-  if (threadIdx.x < kBlocks) *Remote(&shared.named_of_blocks[slots.rank], threadIdx.x) = named;
-  ClusterSync();
-  int before = 0;
-  for (int peer = 0; peer < slots.rank; ++peer) before += shared.named_of_blocks[peer];
-  if (static_cast<int>(threadIdx.x) < named) {
-    const uint64_t key = shared.own[threadIdx.x];
-    for (int peer = 0; peer < kBlocks; ++peer) *Remote(&shared.all[before + threadIdx.x], peer) = key;
-  }
-  ClusterSync();
-  // Eight lanes compare a key with an eighth of the others each.
-  constexpr int kTogether = 8;
-  const unsigned sum_lanes = 0xffu << (Lane() / kTogether * kTogether);
-  const int part = threadIdx.x % kTogether;
-  for (int i = slots.rank * (kThreads / kTogether) + threadIdx.x / kTogether; i < bound.count;
-       i += kBlocks * (kThreads / kTogether)) {
-    const uint64_t key = shared.all[i];
-    int rank = 0;
-#pragma unroll 4
-    for (int other = part; other < bound.count; other += kTogether) rank += shared.all[other] < key;
-    for (int step = 1; step < kTogether; step *= 2) rank += __shfl_xor_sync(sum_lanes, rank, step);
-    if (part == 0) nominees[rank] = static_cast<int32_t>(key & ((uint64_t{1} << bound.slot_bits) - 1));
-  }
+  const int where = SortTaken(block, bound.count, Bits(bound.last >> bound.slot_bits));
+  return {block.task.sort_slots[where], bound.count, bound.used};
 }
 
 }  // namespace echo_ffi

@@ -1,4 +1,4 @@
-"""echo_allocate and echo_release at the border, and the GPU's kernel on a CPU.
+"""echo_allocate, echo_require and echo_release at the border, and the GPU's kernels on a CPU.
 
 That the library's maps are those of jnp is test_slot_manager.py's business. Here: what is refused, in place, under vmap
 and shard_map; and the CUDA source of the slot manager, compiled for an emulated GPU, against the CPU twin.
@@ -16,8 +16,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from echo_jax import _ffi, pool
-from echo_jax.types import NO_ROW, SlotMaps
+from echo_jax import _ffi, hostmem, pool, recall
+from echo_jax.config import CacheConfig
+from echo_jax.eviction import Lru
+from echo_jax.formats import KeyFormat, RecordFormat
+from echo_jax.threshold import Never
+from echo_jax.types import NO_ROW, LayerState, SlotMaps, Staging
 from tests import slot_histories as histories
 from tests.ffi.conftest import CPU, on_device
 from tests.test_slot_manager import assert_equal
@@ -107,11 +111,16 @@ def test_an_empty_list(device):
 
 
 def test_vmap_is_one_call_after_another(device):
-    """A replay steps the maps of many settings together."""
+    """A replay steps the maps of many settings together, on a CPU; on a GPU that is refused: it is not in place."""
     one = some_maps()
     rows = np.asarray([[7, 8, 9, 1], [5, 5, 20, -1], [-1, -1, -1, -1]], np.int32)
     many = jax.tree.map(lambda leaf: jnp.stack([leaf] * len(rows)), one)
-    maps, allocation = jax.jit(jax.vmap(allocate))(many, on_device(rows), on_device(rows))
+    run = jax.jit(jax.vmap(allocate))
+    if device.platform == "gpu":  # where XLA hands a call in a loop a copy of its part
+        with pytest.raises(Exception, match="slot_of and its result are two buffers"):
+            jax.block_until_ready(run(many, on_device(rows), on_device(rows)))
+        return
+    maps, allocation = run(many, on_device(rows), on_device(rows))
     for index, row in enumerate(rows):
         expected = jax.jit(allocate)(one, on_device(row), on_device(row))
         got = jax.tree.map(lambda leaf, index=index: leaf[index], (maps, allocation))
@@ -139,49 +148,105 @@ def test_shard_map_each_device_its_own_maps(library):
         assert slots.reshape(4, -1)[index].tolist() == allocation.slots.tolist() and hits[index] == allocation.hits
 
 
-def nominate(maps: SlotMaps) -> pool.Nomination:
-    nomination = pool.nominate(maps, implementation="ffi")
-    assert nomination is not None
-    return nomination
+# ---- require: maps and records in one call ---------------------------------------------------------------------------
+
+SEATS, CAPACITY, SELECTED = 2, 256, 24
+FORMATS = {
+    "fp8": RecordFormat("fp8", 512, 64),
+    "bf16": RecordFormat("bf16", 512, 64),
+    "few_words": RecordFormat("f32", 4, 2),  # of no whole 16 bytes
+}
 
 
-def test_nominees_are_the_lowest_slots(device):
-    random = np.random.default_rng(0)
-    for case in histories.CASES:
-        maps = jax.tree.map(on_device, histories.draw_maps(random, case))
-        slots = jax.jit(nominate)(maps).slots
-        assert slots.shape == (min(case.slots, _ffi.MOST_NOMINEES),)
-        np.testing.assert_array_equal(slots, jax.jit(pool.in_order)(maps.priority)[: slots.shape[0]])
+def cache_of(records: RecordFormat, slot_manager: str) -> CacheConfig:
+    return CacheConfig(
+        layer_kinds=("full", "full"),
+        records=records,
+        keys=KeyFormat("f32", 4),
+        threshold=Never(),
+        eviction=Lru(),
+        seats=SEATS,
+        capacity=CAPACITY,
+        host_rows=SEATS * CAPACITY,
+        device_slots=60,
+        top_k=SELECTED,
+        staging=8,
+        slot_manager=slot_manager,
+    )
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 7])
-def test_fewer_nominees_change_no_result(device, count):
-    """Slot 0 and 1 are named first and selected; 6 and 7 are free. Seven are enough, three are not."""
+@pytest.mark.parametrize("records", FORMATS)
+def test_require_in_one_call_is_allocate_then_recall(library, device, records):
+    """Records are random bytes, and those staged are not those on the host: where each came from shows."""
+    random = np.random.default_rng(7)
+    by_form = {manager: cache_of(FORMATS[records], manager) for manager in ("ffi", "jnp")}
+    config = by_form["ffi"]
+    shape, dtype = config.records.shape, np.dtype(config.records.dtype)
 
-    def by_nominees(maps, rows):
-        nomination = nominate(maps)
-        return allocate(maps, rows, rows, None, nomination._replace(slots=nomination.slots[:count]))
+    def draw(*leading):
+        size = int(np.prod((*leading, *shape))) * dtype.itemsize
+        return random.integers(0, 256, size, np.uint8).view(dtype).reshape(*leading, *shape)
 
-    rows = numbers(0, 20, 1, 21, 22, 20)
-    expected = jax.jit(functools.partial(pool.allocate, implementation="jnp"))(some_maps(), rows, rows)
-    assert_equal(jax.device_get(jax.jit(by_nominees)(some_maps(), rows)), jax.device_get(expected))
+    memory = hostmem.HostMemory.PINNED
+    host_pool = hostmem.create_pool((2, config.host_rows, *shape), dtype, memory, device)
+    every = on_device(np.arange(config.host_rows, dtype=np.int32))
+    fill = jax.jit(hostmem.write_back, donate_argnums=0)
+    host_pool = fill(host_pool, on_device(draw(2, config.host_rows)), every)
+    slots = jax.tree.map(on_device, pool.initial(config.host_rows, config.device_slots))
+    empty = LayerState(slots=slots, records=on_device(draw(config.device_slots)), index_keys=None, threshold=())
+    states = dict.fromkeys(by_form, empty)
+    require = jax.jit(recall.require, static_argnums=0)
+    table = random.permutation(config.host_rows).reshape(SEATS, CAPACITY).astype(np.int32)
+    moved = None
+    for step in range(8):
+        length = np.full(SEATS, 200 + step, np.int32)
+        view = recall.StepView(
+            *(
+                on_device(array)
+                for array in (table, length, length[:, None], table[:, 200 + step, None], length[:, None])
+            ),
+            step=on_device(np.int32(step)),
+        )
+        near = np.stack([np.sort(random.choice(60, SELECTED, replace=False)) for _ in range(SEATS)]) + 8 * step
+        selected = on_device(near[:, None].astype(np.int32))
+        staged = np.where(random.random((SEATS, 8)) < 0.7, np.take_along_axis(table, near[:, :8], axis=1), NO_ROW)
+        staging = Staging(
+            on_device(staged.astype(np.int32)), on_device(draw(SEATS, 8)), on_device(np.zeros(SEATS, np.int32))
+        )
+        operands = (
+            host_pool,
+            jnp.int32(1),
+            view,
+            on_device(draw(SEATS, 1)),
+            selected,
+            jnp.zeros(selected.shape),
+            staging,
+        )
+        made = {name: require(by_form[name], states[name], *operands) for name in by_form}
+        states = {name: result[0] for name, result in made.items()}
+        assert_equal(*(jax.tree.map(as_bytes, jax.device_get(made[name])) for name in ("ffi", "jnp")))
+        moved = made["ffi"][2]
+    assert moved is not None and int(moved.evicted) > 0 and int(moved.recalled) > 0 and int(moved.useful) > 0
 
 
-def test_nominees_of_other_maps_are_refused(library):
-    maps, rows = some_maps(), numbers(20)
-    nomination = jax.jit(nominate)(maps)
-    for broken, message in (
-        (nomination._replace(slots=numbers(SLOTS)), r"nominees\[0\] is 8 but host_of holds 8 slots"),
-        (nomination._replace(marks=numbers(*range(40))), "marks wanted has length 9 but marks has length 40"),
+def as_bytes(leaf) -> np.ndarray:
+    """NaNs are equal where their bits are."""
+    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+
+
+def test_pools_that_do_not_fit_the_maps_are_refused(library):
+    maps, records = some_maps(), jnp.zeros((SLOTS, 4))
+    pool_of = functools.partial(jnp.zeros, dtype=jnp.float32)
+    none = jnp.zeros((0, 4))
+    for slots, rows, new, message in (
+        (SLOTS - 1, HOST_ROWS, none, "host_of has length 8 but records has length 7"),
+        (SLOTS, HOST_ROWS + 1, none, "slot_of has length 64 but axis 1 of host_pool has length 65"),
+        (SLOTS, HOST_ROWS, records, "new rows has length 0 but new has length 8"),
     ):
+        operands = pool_of((slots, 4)), pool_of((2, rows, 4)), jnp.int32(0), new, none
+        call = functools.partial(_ffi.require, per_seat=1, new_per_seat=0)
         with pytest.raises(Exception, match=message):
-            jax.block_until_ready(jax.jit(allocate)(maps, rows, rows, None, broken))
-    with pytest.raises(Exception, match="9 nominees of 8 slots are asked for"):
-        jax.block_until_ready(_ffi.nominate(maps.priority, SLOTS + 1))
-
-
-def test_jnp_has_no_use_for_nominees():
-    assert pool.nominate(pool.initial(HOST_ROWS, SLOTS), implementation="jnp") is None
+            jax.block_until_ready(jax.jit(call)(pool.leaves(maps), numbers(1), numbers(1), numbers(), *operands))
 
 
 @pytest.mark.parametrize("implementation, message", [("cuda", "CUDA device"), ("triton", "must be one of")])
@@ -208,7 +273,7 @@ def emulator(tmp_path_factory):
     command += ["-DECHO_EMULATE", *(f"-I{folder}" for folder in folders), "-isystem", jax.ffi.include_dir()]
     subprocess.run([*command, str(folders[0] / "slots.cc"), "-o", str(path)], check=True, timeout=100)
     library = ctypes.CDLL(str(path))
-    library.EmulateAllocateBytes.restype = library.EmulateNominateBytes.restype = ctypes.c_int64
+    library.EmulateAllocateBytes.restype = ctypes.c_int64
     return library
 
 
@@ -225,48 +290,40 @@ def garbage(random, *sizes) -> list[np.ndarray]:
     return [random.integers(-(2**31), 2**31, size).astype(np.int32) for size in sizes]
 
 
-def emulate_nominate(emulator, priority, count, *, blocks, shared_limit, seed):
-    """Nominees and marks by the emulated kernel; every buffer it should write holds garbage before."""
-    given = np.array(priority, np.int32)
-    results = garbage(np.random.default_rng(seed), count, 8 + -(-len(given) // 32))
-    error = ctypes.create_string_buffer(200)
-    emulator.EmulateNominate(
-        pointers_to([given, *results]),
-        sizes_of(len(given), count),
-        ctypes.c_int(blocks),
-        ctypes.c_int64(shared_limit),
-        ctypes.c_uint64(seed),
-        error,
+class Moved(ctypes.Structure):
+    """As in emulate/slots.cc."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("records", "pool", "fresh", "staged", "layer")),
+        *((name, ctypes.c_int64) for name in ("layers", "bytes")),
+        ("is_aligned", ctypes.c_int32),
     )
-    assert not error.value, error.value.decode()
-    np.testing.assert_array_equal(given, priority)
-    return results[0], results[1]
 
 
-def emulate(
-    emulator, maps, rows, priority, staged, nominees, *, per_seat, new_per_seat, blocks, clusters, shared_limit, seed
-):
+def emulate(emulator, maps, rows, priority, staged, *, per_seat, new_per_seat, blocks, shared_limit, seed, moved=None):
     """pool.allocate's results by the emulated kernel; every buffer it should write holds garbage before."""
     random = np.random.default_rng(seed)
     length = len(rows)
     kept = [np.array(array) for array in (maps.slot_of, maps.host_of, maps.priority)]
     free = np.array(maps.free)
-    given = [np.array(array, np.int32) for array in (rows, priority, staged, nominees)]
-    marks = np.zeros(8 + -(-len(free) // 32), np.int32)
-    results = garbage(random, *[length] * 5, *[1] * 6, 8 * length + 8)
+    given = [np.array(array, np.int32) for array in (rows, priority, staged)]
+    results = garbage(random, *[length] * 5, *[1] * 6, 7 * length)
     error = ctypes.create_string_buffer(200)
-    emulator.EmulateAllocate(
-        pointers_to([*kept, *given, marks, *results]),
+    emulator.Emulate(
+        pointers_to([*kept, *given, *results]),
         free.ctypes.data_as(ctypes.c_void_p),
-        sizes_of(len(maps.slot_of), len(free), length, len(staged), per_seat, new_per_seat, len(nominees)),
+        sizes_of(len(maps.slot_of), len(free), length, len(staged), per_seat, new_per_seat),
+        moved,
         ctypes.c_int(blocks),
-        ctypes.c_int(clusters),
         ctypes.c_int64(shared_limit),
         ctypes.c_uint64(seed),
         error,
     )
     assert not error.value, error.value.decode()
     slot_of, host_of, updated, is_free = map(jnp.asarray, (*kept, free))
+    if moved is not None:  # the fills are listed for the kernel's own use
+        for listed in results[1:5]:
+            listed[results[5][0] :] = -1
     slots, fill_rows, fill_slots, mention, source = map(jnp.asarray, results[:5])
     to_fill, hits, useful, recalled, written, evicted = (jnp.asarray(count[0]) for count in results[5:11])
     fills = pool.Fills(fill_rows, fill_slots, mention, source, to_fill)
@@ -274,17 +331,44 @@ def emulate(
     return SlotMaps(slot_of=slot_of, host_of=host_of, priority=updated, free=is_free), allocation
 
 
-@functools.partial(jax.jit, static_argnames="count")
-def lowest(priority, count):
-    return pool.in_order(priority)[:count]
+RECORD_WORDS = 8
+LAYERS, LAYER = 2, 1
 
 
-def check_history(emulator, case, seed, steps, *, blocks, clusters, nominated, is_tight=False):
-    """The emulated kernels against the CPU twin. `nominated`: of each step's list, a share of the most there can be.
-    `is_tight`: shared memory holds neither the priorities nor the list."""
-    marks_bytes = case.slots // 8 + 128
-    nominate_limit = emulator.EmulateNominateBytes() + marks_bytes if is_tight else GPU_SHARED_BYTES
-    allocate_limit = emulator.EmulateAllocateBytes() + marks_bytes if is_tight else GPU_SHARED_BYTES
+def check_records(emulator, maps, rows, priority, staged, expected, *, per_seat, new_per_seat, **run):
+    """echo_require by the emulated kernel: the maps of echo_allocate, and every record where its fills say."""
+    shapes = (len(maps.host_of),), (LAYERS, len(maps.slot_of)), (len(rows) // per_seat * new_per_seat,), (len(staged),)
+    random = np.random.default_rng(run["seed"])
+    records, host, fresh, ahead = (
+        random.integers(0, 2**31, (*shape, RECORD_WORDS)).astype(np.int32) for shape in shapes
+    )
+    filled, fills = records.copy(), expected[1].fills
+    for row, slot, source in zip(fills.rows, fills.slots, fills.source, strict=True):
+        if slot >= 0:
+            filled[slot] = host[LAYER, row] if source < 0 else np.concatenate([fresh, ahead])[source]
+    layer, pointer = np.asarray(LAYER, np.int32), ctypes.c_void_p
+    addresses = (pointer(array.ctypes.data) for array in (records, host, fresh, ahead, layer))
+    moved = Moved(*addresses, LAYERS, 4 * RECORD_WORDS, run["seed"] % 2)
+    made = emulate(
+        emulator,
+        maps,
+        rows,
+        priority,
+        staged,
+        per_seat=per_seat,
+        new_per_seat=new_per_seat,
+        moved=ctypes.byref(moved),
+        **run,
+    )
+    assert_equal(made, expected)
+    # A step's new rows differ, those of a drawn list need not: a slot that is filled twice may hold either record.
+    is_clear = np.bincount(fills.slots[: fills.count], minlength=len(records)) < 2
+    np.testing.assert_array_equal(records[is_clear], filled[is_clear])
+
+
+def check_history(emulator, case, seed, steps, *, blocks, is_tight=False):
+    """The emulated kernel against the CPU twin. `is_tight`: shared memory holds neither the priorities nor the list."""
+    limit = emulator.EmulateAllocateBytes() + case.slots // 8 + 128 if is_tight else GPU_SHARED_BYTES
     random = np.random.default_rng(seed)
     maps = histories.draw_maps(random, case)
     sizes = {"per_seat": case.per_seat, "new_per_seat": case.new_per_seat}
@@ -294,29 +378,23 @@ def check_history(emulator, case, seed, steps, *, blocks, clusters, nominated, i
         priority = histories.draw_priorities(random, case, step, len(rows))
         staged = histories.draw_staged(random, case, rows)
         expected = jax.device_get(by_twin(*jax.device_put((maps, rows, priority, staged), CPU)))
-        count = int(min(case.slots, 1024) * nominated[step % len(nominated)])
-        nominees = np.asarray(lowest(jax.device_put(maps.priority, CPU), count))
-        named, marks = emulate_nominate(
-            emulator, maps.priority, count, blocks=min(blocks, 8), shared_limit=nominate_limit, seed=step
-        )
-        np.testing.assert_array_equal(named, nominees)
-        assert not marks.any()
-        run = {"blocks": blocks, "clusters": clusters, "shared_limit": allocate_limit, "seed": step}
-        assert_equal(emulate(emulator, maps, rows, priority, staged, nominees, **sizes, **run), expected)
+        run = {"blocks": blocks, "shared_limit": limit, "seed": step}
+        if step % 2 == 0:
+            assert_equal(emulate(emulator, maps, rows, priority, staged, **sizes, **run), expected)
+        else:
+            check_records(emulator, maps, rows, priority, staged, expected, **sizes, **run)
         maps = expected[0]
 
 
 @pytest.mark.parametrize("is_tight", [False, True], ids=["shared", "reread"])
 @pytest.mark.parametrize("case", histories.CASES, ids=lambda case: case.name)
-def test_the_kernels_of_the_gpu_emulated(library, emulator, case, is_tight):
-    """Clusters of two blocks of 1024 threads: one, with all nominees or none; or three, with few nominees."""
-    clusters, nominated = (3, [0.1, 1.0]) if is_tight else (1, [1.0, 0.0])
-    run = {"blocks": 2, "clusters": clusters, "nominated": nominated, "is_tight": is_tight}
-    check_history(emulator, case, 1, 4, **run)
+def test_the_kernel_of_the_gpu_emulated(library, emulator, case, is_tight):
+    """A cluster of two blocks of 1024 threads."""
+    check_history(emulator, case, 1, 4, blocks=2, is_tight=is_tight)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [8, 16])
 @pytest.mark.parametrize("case", histories.CASES, ids=lambda case: case.name)
-def test_the_kernels_of_the_gpu_emulated_in_full(library, emulator, case, blocks):
-    check_history(emulator, case, blocks, 3, blocks=blocks, clusters=2, nominated=[1.0, 0.5, 0.0])
+def test_the_kernel_of_the_gpu_emulated_in_full(library, emulator, case, blocks):
+    check_history(emulator, case, blocks, 3, blocks=blocks)

@@ -47,9 +47,10 @@ struct RecallViews {
   int64_t length = 0;
 };
 
-inline ffi::Error ViewRecall(const char* target, ffi::AnyBuffer records, ffi::AnyBuffer pool, Numbers layer,
-                             Numbers count, Numbers host_rows, Numbers slots, Numbers source, ffi::AnyBuffer fresh,
-                             ffi::AnyBuffer staged, ffi::Result<ffi::AnyBuffer> result, RecallViews* views) {
+// Where records are, and from where they may come; not which.
+inline ffi::Error ViewMoved(const char* target, ffi::AnyBuffer records, ffi::AnyBuffer pool, Numbers layer,
+                            ffi::AnyBuffer fresh, ffi::AnyBuffer staged, ffi::Result<ffi::AnyBuffer> result,
+                            RecallViews* views) {
   ECHO_RETURN_IF_ERROR(ViewRecords(target, "records", records, 1, &views->records));
   ECHO_RETURN_IF_ERROR(ViewRecords(target, "new", fresh, 1, &views->fresh));
   ECHO_RETURN_IF_ERROR(ViewRecords(target, "staged", staged, 1, &views->staged));
@@ -58,7 +59,13 @@ inline ffi::Error ViewRecall(const char* target, ffi::AnyBuffer records, ffi::An
   ECHO_RETURN_IF_ERROR(SameRecords(target, "records", records, 1, "new", fresh, 1));
   ECHO_RETURN_IF_ERROR(SameRecords(target, "records", records, 1, "staged", staged, 1));
   ECHO_RETURN_IF_ERROR(SameBuffer(target, "records", views->records.data, result->untyped_data()));
-  ECHO_RETURN_IF_ERROR(IsScalar(target, "layer", layer));
+  return IsScalar(target, "layer", layer);
+}
+
+inline ffi::Error ViewRecall(const char* target, ffi::AnyBuffer records, ffi::AnyBuffer pool, Numbers layer,
+                             Numbers count, Numbers host_rows, Numbers slots, Numbers source, ffi::AnyBuffer fresh,
+                             ffi::AnyBuffer staged, ffi::Result<ffi::AnyBuffer> result, RecallViews* views) {
+  ECHO_RETURN_IF_ERROR(ViewMoved(target, records, pool, layer, fresh, staged, result, views));
   ECHO_RETURN_IF_ERROR(IsScalar(target, "count", count));
   ECHO_RETURN_IF_ERROR(IsList(target, "host_rows", host_rows));
   ECHO_RETURN_IF_ERROR(IsList(target, "slots", slots));

@@ -1,4 +1,4 @@
-// The operands of echo_allocate and echo_release, seen and refused by their shapes alone, for every platform, and the
+// The operands of echo_allocate, echo_require and echo_release, seen and refused by their shapes alone, for every platform, and the
 // numbers both platforms share. Nothing here reads the contents of a buffer.
 #ifndef ECHO_FFI_SLOTS_H_
 #define ECHO_FFI_SLOTS_H_
@@ -25,15 +25,10 @@ inline constexpr int32_t kNoRow = -1;
 // copy for each, and what comes next waits.
 enum Count : int { kToFill, kHits, kUseful, kRecalled, kWritten, kEvicted, kCounts };
 
-// Words of scratch of echo_allocate; _ffi.py holds the same number, and those of the marks below.
-constexpr int64_t AllocateScratch(int64_t length) { return 8 * length + 8; }
-
-// The most nominees that can be asked for: one block looks at all of them.
-inline constexpr int64_t kMostNominees = 1024;
-
-// Words of marks: a bit of each slot, behind what the blocks of a grid tell each other.
-inline constexpr int64_t kMarksHeader = 8;
-constexpr int64_t MarksWords(int64_t device_slots) { return kMarksHeader + (device_slots + 31) / 32; }
+// Words of scratch of echo_allocate and of echo_require, which lists its fills behind the former; _ffi.py holds the same
+// numbers.
+constexpr int64_t AllocateScratch(int64_t length) { return 7 * length; }
+constexpr int64_t RequireScratch(int64_t length) { return AllocateScratch(length) + 4 * length; }
 
 struct Maps {
   int32_t* slot_of = nullptr;   // [host_rows]
@@ -49,11 +44,8 @@ struct AllocateViews {
   const int32_t* rows = nullptr;     // [length]
   const int32_t* touched = nullptr;  // [length]  the priority each entry gives its slot
   const int32_t* staged = nullptr;   // [staged_length]
-  const int32_t* nominees = nullptr; // [nominated]
-  int32_t* marks = nullptr;          // [MarksWords(device_slots)]
   int64_t length = 0;
   int64_t staged_length = 0;
-  int64_t nominated = 0;
   int64_t per_seat = 0;
   int64_t new_per_seat = 0;
   int32_t* slots = nullptr;         // [length], as the four below
@@ -94,26 +86,13 @@ inline ffi::Error ViewMaps(const char* target, Numbers slot_of, Numbers host_of,
   return ffi::Error::Success();
 }
 
-inline ffi::Error ViewNominate(const char* target, Numbers priority, ffi::Result<Numbers> nominees,
-                               ffi::Result<Numbers> marks) {
-  const int64_t device_slots = priority.element_count(), nominated = nominees->element_count();
-  if (device_slots >= INT32_MAX) {
-    return Refuse(target, ": ", device_slots, " slots, but fewer than 2147483647 can be numbered");
-  }
-  if (nominated > std::min(device_slots, kMostNominees)) {
-    return Refuse(target, ": ", nominated, " nominees of ", device_slots, " slots are asked for, but at most all slots and ",
-                  kMostNominees, " can be nominated; ask for fewer");
-  }
-  return SameLength(target, "marks wanted", MarksWords(device_slots), "marks", marks->element_count());
-}
+using NumbersResult = ffi::Result<Numbers>;
+using CountResults = std::initializer_list<ffi::Result<Number>>;
 
-// `views->maps` is seen already.
-inline ffi::Error ViewAllocate(const char* target, Numbers rows, Numbers touched, Numbers staged, Numbers nominees,
-                               Numbers marks, ffi::Result<Numbers> slots, ffi::Result<Numbers> fill_rows,
-                               ffi::Result<Numbers> fill_slots, ffi::Result<Numbers> fill_mention,
-                               ffi::Result<Numbers> fill_source, std::initializer_list<ffi::Result<Number>> counts,
-                               ffi::Result<Numbers> scratch, int64_t per_seat, int64_t new_per_seat,
-                               AllocateViews* views) {
+// All but where the fills are listed. `views->maps` is seen already.
+inline ffi::Error ViewList(const char* target, Numbers rows, Numbers touched, Numbers staged, NumbersResult slots,
+                           CountResults counts, NumbersResult scratch, int64_t scratch_wanted, int64_t per_seat,
+                           int64_t new_per_seat, AllocateViews* views) {
   const int64_t length = rows.element_count();
   if (per_seat < 1 || length % per_seat != 0 || new_per_seat < 0 || new_per_seat > per_seat) {
     return Refuse(target, ": rows has length ", length, ", per_seat is ", per_seat, " and new_per_seat is ",
@@ -123,35 +102,36 @@ inline ffi::Error ViewAllocate(const char* target, Numbers rows, Numbers touched
   if (length >= INT32_MAX) return Refuse(target, ": rows has length ", length, " but at most 2147483646 fit");
   ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "touched", touched.element_count()));
   ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "slots", slots->element_count()));
-  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_rows", fill_rows->element_count()));
-  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_slots", fill_slots->element_count()));
-  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_mention", fill_mention->element_count()));
-  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_source", fill_source->element_count()));
-  ECHO_RETURN_IF_ERROR(
-      SameLength(target, "scratch wanted", AllocateScratch(length), "scratch", scratch->element_count()));
-  ECHO_RETURN_IF_ERROR(
-      SameLength(target, "marks wanted", MarksWords(views->maps.device_slots), "marks", marks.element_count()));
-  if (static_cast<int64_t>(nominees.element_count()) > kMostNominees) {
-    return Refuse(target, ": ", nominees.element_count(), " nominees, but at most ", kMostNominees, " are looked at");
-  }
+  ECHO_RETURN_IF_ERROR(SameLength(target, "scratch wanted", scratch_wanted, "scratch", scratch->element_count()));
   views->rows = rows.typed_data();
   views->touched = touched.typed_data();
   views->staged = staged.typed_data();
-  views->nominees = nominees.typed_data();
-  views->nominated = nominees.element_count();
-  views->marks = marks.typed_data();
   views->length = length;
   views->staged_length = staged.element_count();
   views->per_seat = per_seat;
   views->new_per_seat = new_per_seat;
   views->slots = slots->typed_data();
+  int32_t** next = views->counts;
+  for (const ffi::Result<Number>& count : counts) *next++ = const_cast<ffi::Result<Number>&>(count)->typed_data();
+  views->scratch = scratch->typed_data();
+  return ffi::Error::Success();
+}
+
+inline ffi::Error ViewAllocate(const char* target, Numbers rows, Numbers touched, Numbers staged, NumbersResult slots,
+                               NumbersResult fill_rows, NumbersResult fill_slots, NumbersResult fill_mention,
+                               NumbersResult fill_source, CountResults counts, NumbersResult scratch, int64_t per_seat,
+                               int64_t new_per_seat, AllocateViews* views) {
+  const int64_t length = rows.element_count();
+  ECHO_RETURN_IF_ERROR(ViewList(target, rows, touched, staged, slots, counts, scratch, AllocateScratch(length), per_seat,
+                                new_per_seat, views));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_rows", fill_rows->element_count()));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_slots", fill_slots->element_count()));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_mention", fill_mention->element_count()));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_source", fill_source->element_count()));
   views->fill_rows = fill_rows->typed_data();
   views->fill_slots = fill_slots->typed_data();
   views->fill_mention = fill_mention->typed_data();
   views->fill_source = fill_source->typed_data();
-  int32_t** next = views->counts;
-  for (const ffi::Result<Number>& count : counts) *next++ = const_cast<ffi::Result<Number>&>(count)->typed_data();
-  views->scratch = scratch->typed_data();
   return ffi::Error::Success();
 }
 

@@ -34,20 +34,22 @@
 //   Active targets must be distinct, and none may be the source of another entry: then the order of the copies, which
 //   differs between platforms, cannot matter.
 //
-// echo_nominate(priority i32[N_G]) -> nominees i32[C], marks i32[8 + ceil(N_G / 32)]
-//   The C <= min(N_G, 1024) slots of lowest (priority, slot), in this order; and what one echo_allocate of these maps needs
-//   to know of slots, empty: marks says nothing to anybody else.
-//
 // echo_allocate(slot_of i32[N_H], host_of i32[N_G], priority i32[N_G], free bool[N_G], rows i32[M], touched i32[M],
-//               staged i32[E], nominees i32[C], marks; per_seat i64, new_per_seat i64, blocks i64)
-//     -> slot_of, host_of, priority, free, marks (all aliased), slots i32[M], fill_rows i32[M], fill_slots i32[M],
+//               staged i32[E]; per_seat i64, new_per_seat i64, blocks i64)
+//     -> slot_of, host_of, priority, free (all aliased), slots i32[M], fill_rows i32[M], fill_slots i32[M],
 //        fill_mention i32[M], fill_source i32[M], to_fill i32[], hits i32[], useful i32[], recalled i32[], written i32[],
-//        evicted i32[], scratch i32[8 M + 8]
-//   The whole of pool.allocate in echo_jax/pool.py, whose jnp form is the meaning, bit for bit. nominees and marks come
-//   from echo_nominate of the same priorities; nominees may also be none of them (C = 0): they change what the call costs
-//   and nothing else. to_fill counts the entries to fill. scratch is the implementation's own and says nothing. blocks is
-//   the size of the clusters on a GPU, 8 or 16, or 0 for what suits it; on a CPU it says nothing. More different rows than
-//   the pool has slots: refused on a CPU; on a GPU the last of them get no slot.
+//        evicted i32[], scratch i32[7 M]
+//   The whole of pool.allocate in echo_jax/pool.py, whose jnp form is the meaning, bit for bit. to_fill counts the entries
+//   to fill. scratch is the implementation's own and says nothing. blocks is the size of the cluster on a GPU, 8 or 16, or
+//   0 for what suits it; on a CPU it says nothing. More different rows than the pool has slots: refused on a CPU; on a GPU
+//   the last of them get no slot.
+//
+// echo_require(slot_of, host_of, priority, free, rows i32[M], touched i32[M], staged i32[E], records [N_G, record],
+//              host_pool [L, N_H, record], layer i32[], new [M / per_seat * new_per_seat, record], staged_records [E, record];
+//              per_seat i64, new_per_seat i64)
+//     -> slot_of, host_of, priority, free, records (all aliased), slots i32[M], to_fill i32[], hits i32[], useful i32[],
+//        recalled i32[], written i32[], evicted i32[], scratch i32[11 M]
+//   echo_allocate, then echo_recall of the fills that it lists, as one launch.
 //
 // echo_release(slot_of, host_of, priority, free, is_dropped bool[N_H]) -> slot_of, host_of, priority, free, all aliased
 //   pool.release: rows where is_dropped says so lose their slots.
@@ -73,7 +75,7 @@ namespace echo_ffi {
 
 // Raised whenever the arguments or the meaning of a target change; echo_jax/_ffi.py holds the same number and
 // refuses a library with another one.
-inline constexpr int32_t kLibraryVersion = 4;
+inline constexpr int32_t kLibraryVersion = 5;
 
 // In `source` of echo_recall: the bytes come from the host pool. Values >= 0 count rows of `new`, then of `staged`.
 inline constexpr int32_t kSourceHost = -1;

@@ -12,6 +12,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -29,6 +30,13 @@
 
 using std::max;
 using std::min;
+
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
 
 namespace emulate {
 
@@ -286,6 +294,7 @@ inline int __reduce_add_sync(unsigned mask, int value) {
 inline void __threadfence() {}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __clz(uint32_t bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 inline int __clzll(long long bits) { return bits == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(bits)); }
 template <typename T>
 T __ldcg(const T* from) {

@@ -7,10 +7,6 @@
 
 #include "gpu.h"
 
-struct uint4 {
-  uint32_t x, y, z, w;
-};
-
 namespace {
 
 struct Range {

@@ -6,10 +6,6 @@
 
 #include "gpu.h"
 
-struct uint4 {
-  uint32_t x, y, z, w;
-};
-
 namespace {
 struct Readable {
   const void *from = nullptr, *to = nullptr;
@@ -35,7 +31,6 @@ T __ldg(const T* from) {
   return *from;
 }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32); }
-inline int __clz(uint32_t bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 inline uint32_t __reduce_add_sync(unsigned mask, uint32_t value) {
   return static_cast<uint32_t>(__reduce_add_sync(mask, static_cast<int>(value)));

@@ -1,52 +1,45 @@
-// What a cluster does to settle any number of missing rows. Knows the mentions as the look left them in `slots`.
+// How missing rows get slots. Knows the mentions as the look left them in Block::seen.
 //
 //   Mark     every mention of a missing row writes its marker into slot_of, of which the lowest, the first mention's, stays.
+//            Beside it: the bound of the lowest slots is guessed, and what lies below it collected.
+//   -------- barrier
 //   Rank     they read who was first; firsts are counted in list order; later mentions hand their priority to the first;
-//            staged rows find the first mention of their row.
-//   Select   SelectLowest, with barriers of its own.
+//            staged rows find the first mention of their row. Beside it: the collected slots are ranked.
+//   -------- barrier
 //   Finish   firsts take the slot of their rank, write all maps and the fills; later mentions read the first's rank.
-#ifndef ECHO_FFI_SLOTS_MANY_CUH_
-#define ECHO_FFI_SLOTS_MANY_CUH_
+//
+// Where too many are missing for a guess, or it was a bad one, SelectLowest goes through all slots before Finish.
+#ifndef ECHO_FFI_SLOTS_SETTLE_CUH_
+#define ECHO_FFI_SLOTS_SETTLE_CUH_
 
 #include <cstdint>
 
 #include "echo_ffi/targets.h"
-#include "slots_few.cuh"
+#include "slots_guess.cuh"
 #include "slots_select.cuh"
 
 namespace echo_ffi {
 
+// Of a mention whose row is missing, until the row's marker is read; it is the marker of the last entry of a list too,
+// which is no harm: nobody asks in between.
+inline constexpr int32_t kMissing = -2;
+
 // The entries of a warp's run, kTogether rounds of 32 at a time: what they load is under way together.
 inline constexpr int kTogether = 4;
+
+__device__ inline int32_t Clamped(int32_t priority) { return min(max(priority, INT32_MIN + 1), INT32_MAX - 1); }
 
 // ---- Mark --------------------------------------------------------------------------------------------------------------
 
 template <int kBlocks>
 __device__ void Mark(Block<kBlocks>& block) {
   const AllocateTask& task = block.task;
-  int fresh = 0;
-  for (int round = block.run_begin; round < block.run_end; round += 32 * kTogether) {
-    int32_t seen[kTogether], row[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int m = round + 32 * i + Lane();
-      seen[i] = m < block.run_end ? __ldcg(task.slots + m) : kNoSlot;
-      row[i] = m < block.run_end ? task.rows[m] : kNoRow;
-    }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int m = round + 32 * i + Lane();
-      if (m >= block.run_end) continue;
-      block.seen[m - block.begin] = seen[i];
-      fresh += seen[i] != kNoSlot && block.IsNew(m);
-      if (seen[i] != kMissing) continue;
-      block.place()[m] = INT32_MAX;
-      block.best()[m] = Clamped(task.touched[m]);
-      atomicMin(task.slot_of + row[i], block.MarkerOf(m));
-    }
+  for (int m = block.run_begin + Lane(); m < block.run_end; m += 32) {
+    if (block.seen[m - block.begin] != kMissing) continue;
+    block.place()[m] = INT32_MAX;
+    block.best()[m] = Clamped(task.touched[m]);
+    atomicMin(task.slot_of + task.rows[m], block.MarkerOf(m));
   }
-  fresh = __reduce_add_sync(kAllLanes, fresh);
-  if (Lane() < kBlocks && fresh > 0) atomicAdd(Remote(&block.shared.new_of_blocks[block.rank], Lane()), fresh);
 }
 
 // ---- Rank --------------------------------------------------------------------------------------------------------------
@@ -106,36 +99,35 @@ __device__ void Rank(Block<kBlocks>& block) {
 
 // ---- Finish ------------------------------------------------------------------------------------------------------------
 
+// Whether a row had to leave the slot.
 template <int kBlocks>
-__device__ void TakeSlot(Block<kBlocks>& block, int mention, int32_t row, int32_t slot) {
+__device__ bool TakeSlot(Block<kBlocks>& block, int mention, int32_t row, int32_t slot) {
   const AllocateTask& task = block.task;
   task.slot_of[row] = slot;
-  if (slot == kNoSlot) return;  // more rows than slots: the caller broke the promise, and the row stays where it is
+  if (slot == kNoSlot) return false;  // more rows than slots: the caller broke the promise; the row stays where it is
   const int32_t victim = __ldcg(task.host_of + slot);
   if (block.IsRow(victim)) task.slot_of[victim] = kNoSlot;
   task.host_of[slot] = row;
   task.free[slot] = false;
-  task.select.priority[slot] = __ldcg(block.best() + mention);
+  task.priority[slot] = __ldcg(block.best() + mention);
+  return block.IsRow(victim);
 }
 
-// slot_of_rank(rank) is the slot of the missing row of that rank.
+// slot_of_rank(rank) is the slot of the missing row of that rank. Who fills what is known of every block and warp.
 template <int kBlocks, typename SlotOfRank>
 __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
   auto& shared = block.shared;
   const AllocateTask& task = block.task;
   int next_first = shared.first_before[block.rank] + PrefixOfWarps(shared.warp_first).before;
-  int next_fill = PrefixOfWarps(shared.warp_fill).before, fills = 0, fresh = 0;
+  int next_fill = PrefixOfWarps(shared.warp_fill).before, fills = 0;
+#pragma unroll 4
   for (int peer = 0; peer < kBlocks; ++peer) {
     if (peer == block.rank) next_fill += fills;
     fills += shared.fill_of_blocks[peer];
-    fresh += shared.new_of_blocks[peer];
   }
-  if (block.rank == 0 && threadIdx.x == 0) {
-    *task.counts[kToFill] = fills;
-    *task.counts[kWritten] = fresh;
-  }
+  if (block.rank == 0 && threadIdx.x == 0) *task.counts[kToFill] = fills;
   const int new_rows = task.length / task.per_seat * task.new_per_seat;
-  int useful = 0, recalled = 0;
+  int useful = 0, recalled = 0, evicted = 0;
   for (int round = block.run_begin; round < block.run_end; round += 32) {
     const int m = round + Lane();
     const bool is_entry = m < block.run_end;
@@ -147,12 +139,12 @@ __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
     int32_t slot = seen;
     if (is_first) {
       slot = slot_of_rank(next_first + __popc(firsts & below));
-      TakeSlot(block, m, task.rows[m], slot);
+      evicted += TakeSlot(block, m, task.rows[m], slot);
     } else if (seen < kNoSlot) {
       const int first = block.MentionOf(seen);
       slot = slot_of_rank(shared.first_before[first / task.segment] + __ldcg(block.order() + first));
     }
-    if (is_entry) task.slots[m] = slot;
+    if (seen < kNoSlot) task.slots[m] = slot;
     if (is_first || is_new) {
       int32_t source = kSourceHost;
       if (is_new) {
@@ -174,40 +166,46 @@ __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
   }
   useful = __reduce_add_sync(kAllLanes, useful);
   recalled = __reduce_add_sync(kAllLanes, recalled);
+  evicted = __reduce_add_sync(kAllLanes, evicted);
   if (Lane() == 0) {
     if (useful > 0) atomicAdd(task.counts[kUseful], useful);
     if (recalled > 0) atomicAdd(task.counts[kRecalled], recalled);
+    if (evicted > 0) atomicAdd(task.counts[kEvicted], evicted);
   }
 }
 
 // ---- all of it ---------------------------------------------------------------------------------------------------------
 
+// `missing` mentions of rows that have no slot, at least one. The counts are zero or what the look found.
 template <int kBlocks>
-__device__ void SettleMany(Block<kBlocks>& block, int hits) {
+__device__ void Settle(Block<kBlocks>& block, int missing) {
   auto& shared = block.shared;
-  const AllocateTask& task = block.task;
-  LoadKeys(block.slots);
-  LoadMarks(block.slots, block.protected_words());
-  if (block.rank == 0 && threadIdx.x == 0) {
-    *task.counts[kHits] = hits;
-    *task.counts[kUseful] = *task.counts[kRecalled] = 0;
-  }
   Mark(block);
+  WaitForCopies();
+  __syncthreads();
+  const bool is_guessed = missing <= min(kMostGuessed, block.task.device_slots);
+  if (is_guessed) Collect(block, FindGuess(block, BoundRank(missing, block.task.device_slots)));
   ClusterSync();
   Rank(block);
-  WaitForCopies();
+  const int candidates = is_guessed ? Candidates(block) : 0;
+  const bool is_enough = is_guessed && candidates >= missing && candidates <= kMostCandidates;
+  if (is_enough) RankCandidates(block, candidates, missing);
   ClusterSync();
   int rows = 0;
+#pragma unroll 4
   for (int peer = 0; peer < kBlocks; ++peer) {
     if (static_cast<int>(threadIdx.x) == peer) shared.first_before[peer] = rows;
     rows += shared.first_of_blocks[peer];
   }
   __syncthreads();
-  const Taken taken = SelectLowest(block.slots, rows);
-  Finish(block, [&](int rank) { return rank < taken.count ? __ldcg(taken.slots + rank) : kNoSlot; });
-  if (block.rank == 0 && threadIdx.x == 0) *task.counts[kEvicted] = taken.used;
+  if (is_enough) {
+    Finish(block, [&](int rank) { return shared.guess.taken[rank]; });
+  } else {
+    const Taken taken = SelectLowest(block, rows);
+    Finish(block, [&](int rank) { return rank < taken.count ? __ldcg(taken.slots + rank) : kNoSlot; });
+  }
 }
 
 }  // namespace echo_ffi
 
-#endif  // ECHO_FFI_SLOTS_MANY_CUH_
+#endif  // ECHO_FFI_SLOTS_SETTLE_CUH_

@@ -1,0 +1,41 @@
+// The operands of echo_require, seen and refused by their shapes alone, for every platform: those of echo_allocate and
+// those of echo_recall, which must fit each other.
+#ifndef ECHO_FFI_REQUIRE_H_
+#define ECHO_FFI_REQUIRE_H_
+
+#include <cstdint>
+
+#include "echo_ffi/rows.h"
+#include "echo_ffi/slots.h"
+
+namespace echo_ffi {
+
+// `list->maps` is seen already. On return the lists of fills of both views are the same, in scratch.
+inline ffi::Error ViewRequire(const char* target, Numbers rows, Numbers touched, Numbers staged, ffi::AnyBuffer records,
+                              ffi::AnyBuffer pool, Numbers layer, ffi::AnyBuffer fresh, ffi::AnyBuffer staged_records,
+                              ffi::Result<ffi::AnyBuffer> records_result, NumbersResult slots, CountResults counts,
+                              NumbersResult scratch, int64_t per_seat, int64_t new_per_seat, AllocateViews* list,
+                              RecallViews* moves) {
+  const int64_t length = rows.element_count();
+  ECHO_RETURN_IF_ERROR(ViewList(target, rows, touched, staged, slots, counts, scratch, RequireScratch(length), per_seat,
+                                new_per_seat, list));
+  int32_t* fills = list->scratch + AllocateScratch(length);
+  for (int32_t** part : {&list->fill_rows, &list->fill_slots, &list->fill_mention, &list->fill_source}) {
+    *part = fills;
+    fills += length;
+  }
+  ECHO_RETURN_IF_ERROR(ViewMoved(target, records, pool, layer, fresh, staged_records, records_result, moves));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "host_of", list->maps.device_slots, "records", moves->records.count));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "slot_of", list->maps.host_rows, "axis 1 of host_pool", moves->pool.rows));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "new rows", list->new_rows(), "new", moves->fresh.count));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "staged", list->staged_length, "staged records", moves->staged.count));
+  moves->host_rows = list->fill_rows;
+  moves->slots = list->fill_slots;
+  moves->source = list->fill_source;
+  moves->length = length;
+  return ffi::Error::Success();
+}
+
+}  // namespace echo_ffi
+
+#endif  // ECHO_FFI_REQUIRE_H_
