@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cuda,cpu python -m bench.slots [check] [bench]        (about 15 and 25 s on an H200)
 
-It knows pool.nominate, pool.allocate, recall.plan and the histories of tests/slot_histories.py. Every layer that is
+It knows pool.allocate, recall.plan and the histories of tests/slot_histories.py. Every layer that is
 timed has maps of its own, as in a decode step, and the L2 is overwritten before the first, so none finds them there.
 """
 
@@ -36,7 +36,7 @@ TOP_K = 2048
 
 # ---- check -----------------------------------------------------------------------------------------------------------
 
-# Sizes of real pools. A list of few missing rows is settled by nominees, one of many by a radix select and a sort.
+# Sizes of real pools. Few missing rows are settled by a guess; many, or few after a bad guess, by a radix select.
 # Cases of one shape share what is compiled.
 CHECKED = (
     Case("decode", 2_097_152, 200_000, 16, 2049, 1, staged=1024, fresh=0.001, warm=1.0, releases=0.2, steps=6),
@@ -46,6 +46,20 @@ CHECKED = (
     Case("exactly_full", 2_097_152, 65_568, 32, 2049, 1, staged=2048, fresh=0.5, warm=1.0, releases=0.0, steps=3),
     Case("largest", 8_388_608, 524_288, 32, 2049, 1, staged=4096, fresh=0.3, warm=1.0, releases=0.0, steps=3),
     Case("any_priority", 2_097_152, 300_000, 16, 2049, 0, fresh=0.02, warm=0.99, priorities="any", steps=4),
+    Case(
+        "bad_guess",
+        2_097_152,
+        65_568,
+        32,
+        2049,
+        1,
+        staged=64,
+        different=65_000,
+        fresh=0.005,
+        warm=1.0,
+        steps=3,
+        releases=0.0,
+    ),
     Case("batch_of_one", 262_144, 65_536, 1, 2049, 1, staged=256, fresh=0.003, warm=1.0, releases=0.0, steps=6),
 )
 
@@ -58,31 +72,13 @@ def specified_by_jnp(per_seat: int, new_per_seat: int) -> Callable[..., Any]:
 
 @functools.cache
 def forms_of_library(per_seat: int, new_per_seat: int) -> Callable[..., Any]:
-    """pool.allocate by the library, all its forms in one program: either cluster, with nominees and without."""
+    """pool.allocate by the library, all its forms in one program: either cluster."""
 
     def run(maps, rows, priority, staged):
-        results = {}
-        for blocks in CLUSTERS:
-            for is_nominated in (True, False):
-                nomination = pool.nominate(maps, implementation="ffi")
-                assert nomination is not None
-                if not is_nominated:
-                    nomination = nomination._replace(slots=nomination.slots[:0])
-                made = pool._allocate_by_library(
-                    maps, rows, priority, staged, nomination, per_seat, new_per_seat, blocks=blocks
-                )
-                results[f"{blocks} blocks, {'nominees' if is_nominated else 'no nominees'}"] = made
-        return results
+        lists = rows, priority, staged, per_seat, new_per_seat
+        return {f"{blocks} blocks": pool._allocate_by_library(maps, *lists, blocks=blocks) for blocks in CLUSTERS}
 
     return jax.jit(run)
-
-
-@jax.jit
-def nominees_that_differ(maps: SlotMaps) -> jax.Array:
-    nomination = pool.nominate(maps, implementation="ffi")
-    assert nomination is not None
-    expected = pool.in_order(maps.priority)[: nomination.slots.shape[0]]
-    return jnp.sum(nomination.slots != expected, dtype=jnp.int32)
 
 
 @jax.jit
@@ -123,9 +119,6 @@ def check() -> int:
             allocation = expected[1]
             missed.append(int(allocation.useful + allocation.recalled + allocation.written))
             compared += 1
-            if wrong := int(nominees_that_differ(arguments[0])):
-                failed += 1
-                print(f"  DIFFERS {case.name}, step {step}: {wrong} nominees")
             for form, got in library(*arguments).items():
                 counts = jax.device_get(differences(got, expected))
                 compared += 1
@@ -153,7 +146,7 @@ def check() -> int:
         value=failed,
         unit="",
         file=FILE,
-        method="CUDA against jnp on the same GPU, every array; clusters of 8 and 16 blocks, with and without nominees",
+        method="CUDA against jnp on the same GPU, every array; clusters of 8 and 16 blocks",
         shapes={"cases": [case.name for case in CHECKED], "lists": compared},
     )
     return failed
@@ -256,19 +249,17 @@ def config_of(load: Load, slot_manager: str) -> CacheConfig:
 class Layers:
     """Maps of some layers, stepped together in place so many times a call, each with lists of its own."""
 
-    def __init__(self, load: Load, step: Callable[..., Any], count: int, steps: int = 1, is_nominated: bool = True):
-        self.load, self.step_of_layer, self.steps, self.is_nominated = load, step, steps, is_nominated
+    def __init__(self, load: Load, step: Callable[..., Any], count: int, steps: int = 1):
+        self.load, self.step_of_layer, self.steps = load, step, steps
         self.maps = [jax.device_put(full_maps(load.host_rows, load.slots, layer)) for layer in range(count)]
         self.number = 0
         self.call = jax.jit(self._call, donate_argnums=0)
 
     def _step(self, maps, lists, number):
-        nominations = [pool.nominate(one, implementation="ffi") if self.is_nominated else None for one in maps]
-        lists, nominations = jax.lax.optimization_barrier((lists, nominations))  # first of all, as in decode.step
         updated, counts, tie = [], None, jnp.int32(0)
-        for one, (new, selected), nomination in zip(maps, lists, nominations, strict=True):
+        for one, (new, selected) in zip(maps, lists, strict=True):
             # A layer's list comes from the layer before it; nothing is evicted a negative number of times.
-            one, allocation = self.step_of_layer(one, new, selected + tie, number, nomination)
+            one, allocation = self.step_of_layer(one, new, selected + tie, number)
             tie = jnp.minimum(allocation.evicted, 0)
             counts = allocation._replace(slots=None, fills=allocation.fills.count)
             updated.append(one)
@@ -297,10 +288,10 @@ class Layers:
 def step_of_kernel(load: Load, blocks: int):
     """The library's kernel and nothing else: every entry gives its slot the step as priority."""
 
-    def step(maps, new, selected, number, nomination):
+    def step(maps, new, selected, number):
         rows = jnp.concatenate([new, selected], axis=1).reshape(-1)
         priority, staged = jnp.broadcast_to(number, rows.shape), jnp.zeros((0,), jnp.int32)
-        return pool._allocate_by_library(maps, rows, priority, staged, nomination, TOP_K + 1, 1, blocks=blocks)
+        return pool._allocate_by_library(maps, rows, priority, staged, TOP_K + 1, 1, blocks=blocks)
 
     return step
 
@@ -309,7 +300,7 @@ def step_of_plan(load: Load, slot_manager: str):
     """All of a layer's bookkeeping, from positions to fills, as `require` does it."""
     config = config_of(load, slot_manager)
 
-    def step(maps, new, selected, number, nomination):
+    def step(maps, new, selected, number):
         # Positions are places in the list of rows, so that nothing but the look-up is left of the tables.
         view = recall.StepView(
             rows=selected,
@@ -322,30 +313,28 @@ def step_of_plan(load: Load, slot_manager: str):
         at = jnp.broadcast_to(jnp.arange(TOP_K, dtype=jnp.int32), (load.seats, 1, TOP_K))
         scores = jnp.broadcast_to(number.astype(jnp.float32), at.shape)
         staged = jnp.full((load.seats, 0), NO_ROW, jnp.int32)
-        return recall.plan(config, maps, view, at, scores, staged, nomination)
+        return recall.plan(config, maps, view, at, scores, staged)
 
     return step
 
 
-def kernel_times_of(load: Load, blocks: int, calls: int = 10) -> tuple[Measurement, Measurement, Any]:
-    """us of one AllocateKernel and of one NominateKernel, CUPTI, over LAYERS layers and some calls; the last counts."""
-    layers = Layers(load, step_of_kernel(load, blocks), LAYERS)
-    counts = layers.run(layers.draw())
-    durations: dict[str, list[float]] = {"AllocateKernel": [], "NominateKernel": []}
+def kernel_time_of(load: Load, blocks: int, calls: int = 10) -> tuple[Measurement, Any]:
+    """us of one AllocateKernel, CUPTI, over LAYERS layers and some calls; the last counts."""
+    layers, durations = Layers(load, step_of_kernel(load, blocks), LAYERS), []
+    layers.run(layers.draw())
     for _ in range(calls):
         times = kernel_times(layers.run, layers.draw(), repeats=1, sweep=True, warmup=0)
-        for kernel, of_kernel in durations.items():
-            of_kernel += [time.median for name, time in times.kernels if kernel in name]
+        durations += [time.median for name, time in times.kernels if "AllocateKernel" in name]
     counts = layers.run(layers.draw())
-    return summarise(durations["AllocateKernel"]), summarise(durations["NominateKernel"]), jax.device_get(counts)
+    return summarise(durations), jax.device_get(counts)
 
 
-def layer_time(load: Load, step, few: int, many: int, is_nominated: bool, calls: int = 30) -> Measurement:
+def layer_time(load: Load, step, few: int, many: int, calls: int = 30) -> Measurement:
     """us of a layer among layers that wait for each other, launches and gaps included: a program of `many` of them less
     one of `few`, over the layers between, STEPS times in a call. The spread is the longer program's."""
     medians = []
     for count in (few, many):
-        layers, durations = Layers(load, step, count, STEPS, is_nominated), []
+        layers, durations = Layers(load, step, count, STEPS), []
         for index in range(calls + 2):
             lists = layers.draw()
             started = time.perf_counter()
@@ -364,63 +353,44 @@ def shapes_of(load: Load) -> dict[str, int]:
 
 
 def bench() -> None:
-    print(f"{'kernel alone':<28}{'blocks':>7}{'allocate':>24}{'nominate':>24}   hits, to fill, evicted")
+    print(f"{'kernel alone':<28}{'blocks':>7}{'us':>24}   hits, to fill, evicted")
     claims = {("300K slots, 40 missing", 16): "B.alloc_free_us"}
     for load in LOADS:
-        for blocks in CLUSTERS if load in LOADS[:3] else CLUSTERS[-1:]:
-            allocate, nominate, counts = kernel_times_of(load, blocks)
-            columns = "".join(f"{took.median:10.2f} [{took.p10:.1f}, {took.p90:.1f}]" for took in (allocate, nominate))
+        for blocks in CLUSTERS if load.missing <= 40 else CLUSTERS[-1:]:
+            took, counts = kernel_time_of(load, blocks)
+            column = f"{took.median:10.2f} [{took.p10:.1f}, {took.p90:.1f}]"
             print(
-                f"{load.name:<28}{blocks:>7}{columns}   {counts.hits}, {counts.fills}, {counts.evicted}",
-                flush=True,
+                f"{load.name:<28}{blocks:>7}{column:>24}   {counts.hits}, {counts.fills}, {counts.evicted}", flush=True
             )
-            method = "CUPTI time of the kernel; layers with maps of their own, L2 overwritten before the first"
             record(
                 claims.get((load.name, blocks)),
-                value=allocate,
+                value=took,
                 unit="us",
                 file=FILE,
-                name=f"slot manager: {load.name}, one launch, clusters of {blocks}",
+                name=f"slot manager: {load.name}, one launch, a cluster of {blocks}",
                 shapes=shapes_of(load),
-                method=method,
-                notes=f"{counts.hits} hits, {counts.evicted} evicted by the last list; the nomination, which a step "
-                f"runs beside its layers, took {nominate.median:.2f} us",
+                method="CUPTI time of the kernel; layers with maps of their own, L2 overwritten before the first",
+                notes=f"{counts.hits} hits, {counts.evicted} evicted by the last list",
             )
-        record(
-            None,
-            value=nominate,
-            unit="us",
-            file=FILE,
-            name=f"slot manager: nomination, {load.name}",
-            shapes=shapes_of(load),
-            method=method,
-        )
     bench_bookkeeping(LOADS[1])
     bench_release()
 
 
 def bench_bookkeeping(load: Load) -> None:
-    forms = (
-        ("ffi", "ffi", True, "B.bookkeeping_us", (4, 16)),
-        ("ffi, nominated on the way", "ffi", False, None, (4, 16)),
-        ("jnp", "jnp", False, "B.jnp_manager_us", (1, 3)),
-    )
-    for name, manager, is_nominated, claim, (few, many) in forms:
-        whole = layer_time(load, step_of_plan(load, manager), few, many, is_nominated)
+    for name, claim, (few, many) in (("ffi", "B.bookkeeping_us", (4, 16)), ("jnp", "B.jnp_manager_us", (1, 3))):
+        whole = layer_time(load, step_of_plan(load, name), few, many)
         print(
             f"recall.plan by {name:<28}{whole.median:10.2f} [{whole.p10:.1f}, {whole.p90:.1f}] us a layer", flush=True
         )
         record(
             claim,
-            name="" if claim else f"slot manager: recall.plan by {name}",
             value=whole,
             unit="us",
             file=FILE,
             shapes=shapes_of(load),
             method=f"recall.plan of {many} layers that wait for each other less that of {few}, over the layers "
             f"between, {STEPS} steps in one call, wall clock",
-            notes="rows of positions, before_touch, the policy (LRU), allocate; "
-            + ("all nominations beside the layers" if is_nominated else "no nomination beside the layers"),
+            notes="rows of positions, before_touch, the policy (LRU), allocate",
         )
 
 

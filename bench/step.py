@@ -131,8 +131,6 @@ def one_step(config: CacheConfig, host_pool, layers, chosen, new_records, step, 
     scores = jnp.zeros(chosen.shape, jnp.float32)
     staging, moved, after = recall.no_staging(config, config.seats), [], jnp.int32(0)
     layers = list(layers)
-    nominations = [recall.nominate(config, layer) for layer in layers]
-    chosen, nominations = jax.lax.optimization_barrier((chosen, nominations))  # first of all, as in decode.step
     for index in range(len(layers)):
         selected = chosen + (after if maths is None else products(after, maths))
         if config.offload:
@@ -146,7 +144,6 @@ def one_step(config: CacheConfig, host_pool, layers, chosen, new_records, step, 
                 selected,
                 scores,
                 staging,
-                nominations[index],
             )
         else:
             layers[index], slots, counts = layer_lib.keep_resident(config, layers[index], view, new_records, selected)
@@ -159,6 +156,22 @@ def one_step(config: CacheConfig, host_pool, layers, chosen, new_records, step, 
         host_pool, stacked, layers = jax.lax.optimization_barrier((host_pool, stacked, tuple(layers)))
         host_pool = hostmem.write_back(host_pool, stacked, view.new_rows.reshape(-1))
     return host_pool, tuple(layers), jax.tree.map(lambda *counts: jnp.stack(counts), *moved), step + 1
+
+
+def initial(config: CacheConfig, is_full: bool) -> tuple[Any, tuple[LayerState, ...], jax.Array]:
+    """Host pool, layers and clock before the first step; with `is_full`, the slots hold rows that are selected last."""
+    device, host_pool = jax.devices()[0], None
+    resident = last_rows(config) if is_full else np.zeros((0,), np.int32)
+    if config.offload:
+        memory = hostmem.choose("gpu" if device.platform == "gpu" else device.platform, "auto")
+        shape = (config.num_layers, config.host_rows, *config.records.shape)
+        host_pool = hostmem.create_pool(shape, config.records.dtype, memory, device)
+    return host_pool, layer_states(config, resident), jax.device_put(jnp.int32(1), device)
+
+
+def no_records(config: CacheConfig) -> jax.Array:
+    zeros = jnp.zeros((config.seats, 1, *config.records.shape), config.records.dtype)
+    return jax.device_put(zeros, jax.devices()[0])
 
 
 @dataclasses.dataclass
@@ -175,19 +188,12 @@ class Stepper:
     def __post_init__(self):
         config, device = self.config, jax.devices()[0]
         self.chosen = jax.device_put(lists(config, self.misses, self.period)[:, :, None], device)
-        resident = last_rows(config) if self.is_full else np.zeros((0,), np.int32)
-        host_pool = None
-        if config.offload:
-            memory = hostmem.choose("gpu" if device.platform == "gpu" else device.platform, "auto")
-            shape = (config.num_layers, config.host_rows, *config.records.shape)
-            host_pool = hostmem.create_pool(shape, config.records.dtype, memory, device)
-        new = jnp.zeros((config.seats, 1, *config.records.shape), config.records.dtype)
-        self.new = jax.device_put(new, device)
+        self.new = no_records(config)
         maths = None
         if self.with_maths:
             weights = jax.random.normal(jax.random.key(0), (4096, 2816), jnp.bfloat16)
             maths = jax.device_put((jnp.zeros((2048, 4096), jnp.bfloat16), weights), device)
-        self.state = (host_pool, layer_states(config, resident), jax.device_put(jnp.int32(1), device))
+        self.state = initial(config, self.is_full)
         self.taken = 0
 
         def step(state, chosen, number, new, maths):
@@ -242,7 +248,8 @@ def zero() -> None:
         for with_maths in (True, False):
             times = {}
             for offload in (True, False):
-                stepper = Stepper(cache(seats, context, slots, offload), misses=0, with_maths=with_maths)
+                config = cache(seats, context, slots, offload)
+                stepper = Stepper(config, misses=0, with_maths=with_maths, period=STEPS)
                 times[offload] = stepper.time_us()
                 del stepper
             added = (times[True].median - times[False].median) / LAYERS
@@ -346,9 +353,8 @@ def rerecord() -> None:
     """What it costs that buffers are elsewhere than when the graph was recorded; and a pool that nobody committed."""
     config = cache(1, 16384, 8192, offload=True)
     one = jax.jit(functools.partial(one_step, config), donate_argnums=(0, 1))
-    steppers = [Stepper(config, misses=0, period=STEPS) for _ in range(2)]
-    states = [stepper.state for stepper in steppers]
-    chosen, new = steppers[0].chosen[0], steppers[0].new
+    states = [initial(config, is_full=False) for _ in range(2)]
+    chosen, new = jax.device_put(lists(config, 0, 1)[0][:, None], jax.devices()[0]), no_records(config)
 
     def time_us(alternate: bool) -> Measurement:
         times = []
