@@ -410,6 +410,9 @@ def main(parts: list[str]) -> int:
     if unknown := [part for part in parts if part not in known]:
         print(f"{unknown[0]!r} is none of {', '.join(known)}", file=sys.stderr)
         return 2
+    if jax.devices()[0].platform != "gpu":
+        print(f"needs an NVIDIA GPU; jax sees {jax.devices()[0].platform}", file=sys.stderr)
+        return 2
     parts = parts or list(known)
     step = dataclasses.replace(LAYER, steps=1)
     jobs = [(size, way, False) for part, size in (("layer", LAYER), ("light", LIGHT)) if part in parts for way in WAYS]
