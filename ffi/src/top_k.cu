@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                const uint32_t* __restrict__ above, int64_t length, uint32_t k, uint32_t blocks,
                int32_t* __restrict__ positions, uint32_t* __restrict__ kth_bits) {
   const int64_t row = blockIdx.x / blocks;
+  if (above != nullptr) FetchMarks(above + row * WordsOfMarks(length), WordsOfMarks(length));
   const int64_t seen = min(max(static_cast<int64_t>(visible[row]), static_cast<int64_t>(0)), length);
   const Hint hint = {bound == nullptr ? 0 : BoundKey(bound[row]),
                      above == nullptr ? nullptr : above + row * WordsOfMarks(length)};

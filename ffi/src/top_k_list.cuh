@@ -158,6 +158,12 @@ __device__ void Collect(Shared& shared, const Row<Bits>& row, Segment segment, u
   }
 }
 
+// The L2 fetches a row's marks while the block learns how many of them count.
+__device__ inline void FetchMarks(const uint32_t* above, int64_t words) {
+  constexpr int64_t kLine = 128 / sizeof(uint32_t);
+  for (int64_t word = threadIdx.x * kLine; word < words; word += kThreads * kLine) FetchToL2(above + word);
+}
+
 // Lists the keys of the marked positions among those of the words first .. last; a place is counted from the first of
 // them. Counts all of them, also those for which the list has no room, whose scores nobody reads.
 template <typename Bits>
