@@ -1,9 +1,10 @@
 """What the cache costs in a decode step on a GPU: bookkeeping, recall and write-back, without the model's maths.
 
-    python -m bench.step [zero | step | compile | rerecord] ...
+    python -m bench.step [zero | step | kernels | compile | rerecord] ...
 
 zero     critical path that offloading adds to a layer when nothing is missing, over the resident step (B 1 and 16)
 step     61 layers, 40 misses each, and the one write-back; graphs on and off; launches a step
+kernels  what a layer launches in both, how often and how long each takes
 compile  a whole step of 61 layers of DeepSeek-V3.2, from trace to executable
 rerecord buffers elsewhere than when the graph was recorded; a pool that was not committed to the device
 
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.gpu_timing import kernel_times
 from bench.harness import Measurement, record, summarise
 from echo_jax import decode, hostmem, pool, recall
 from echo_jax import layer as layer_lib
@@ -303,6 +305,35 @@ def step(context: int = 16384, misses: int = 40) -> None:
         del stepper
 
 
+def kernels() -> None:
+    """Printed, not recorded: where the time of `zero` and of `step` goes, in kernels and between them."""
+    for seats, context, slots, misses, offload in (
+        (1, 16384, 8192, 0, True),
+        (1, 16384, 8192, 0, False),
+        (16, 4096, 40960, 0, True),
+        (16, 16384, 65536, 40, True),
+    ):
+        config = cache(seats, context, slots, offload)
+        stepper = Stepper(config, misses, is_full=misses > 0, period=STEPS * (8 if misses else 1))
+        whole = stepper.time_us(10).median / LAYERS
+        of_name: dict[str, list[float]] = {}
+        for name, took in kernel_times(stepper.run, repeats=1, sweep=False, warmup=0).kernels:
+            of_name.setdefault(re.sub(r"\(anonymous namespace\)::|void |echo_ffi::", "", name)[:40], []).append(
+                took.median
+            )
+        per_layer_us = {name: sum(times) / LAYERS / STEPS for name, times in of_name.items()}
+        print(
+            f"B {seats}, {misses} misses, {'offloaded' if offload else 'resident'}: {whole:.2f} us a layer, "
+            f"{sum(per_layer_us.values()):.2f} of it in kernels"
+        )
+        for name in sorted(of_name, key=lambda name: -per_layer_us[name])[:5]:
+            times = of_name[name]
+            print(
+                f"  {name:<40} {len(times) / LAYERS / STEPS:5.2f} a layer, {np.median(times):7.2f} us each", flush=True
+            )
+        del stepper
+
+
 def launches(compiled: Any) -> str:
     """What the executable launches, as XLA counts its own instructions: calls of the library, and other kernels."""
     text = compiled.as_text()
@@ -424,7 +455,13 @@ def _uncommitted() -> None:
         )
 
 
-PARTS: dict[str, Callable[[], None]] = {"zero": zero, "step": step, "compile": compile_whole, "rerecord": rerecord}
+PARTS: dict[str, Callable[[], None]] = {
+    "zero": zero,
+    "step": step,
+    "kernels": kernels,
+    "compile": compile_whole,
+    "rerecord": rerecord,
+}
 
 
 if __name__ == "__main__":
