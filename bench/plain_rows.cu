@@ -101,32 +101,31 @@ struct ScatterJobs {
   }
 };
 
-// The same jobs in another order: each block takes one contiguous part of the list, where the kernel by itself gives
-// every block a stripe of each turn.
+// The same jobs in another order: all blocks go through the list side by side, a stripe each of every turn, where the
+// kernel by itself gives every block a contiguous share. What is left for the last turn then falls on the first blocks.
 template <typename Jobs, int kMerged>
-struct InParts : Jobs {
+struct InStripes : Jobs {
+  static constexpr int64_t kStripe = static_cast<int64_t>(echo_ffi::kBlockWarps) * kMerged;
+
   __device__ int64_t Turns() const {
-    const int64_t turn = static_cast<int64_t>(gridDim.x) * echo_ffi::kBlockWarps * kMerged;
+    const int64_t turn = gridDim.x * kStripe;
     return (this->length + turn - 1) / turn;
   }
-  __device__ int64_t Limit() const {
-    return Turns() * gridDim.x * echo_ffi::kBlockWarps * kMerged;
-  }
+  __device__ int64_t Limit() const { return Turns() * gridDim.x * kStripe; }
   __device__ echo_ffi::Move At(int64_t job) const {
-    constexpr int64_t kOfBlock = static_cast<int64_t>(echo_ffi::kBlockWarps) * kMerged;
-    const int64_t turn = job / (gridDim.x * kOfBlock), block = job / kOfBlock % gridDim.x;
-    const int64_t moved = (block * Turns() + turn) * kOfBlock + job % kOfBlock;
+    const int64_t stripe = job / kStripe, block = stripe / Turns(), turn = stripe % Turns();
+    const int64_t moved = (turn * gridDim.x + block) * kStripe + job % kStripe;
     return moved < this->length ? Jobs::At(moved) : echo_ffi::Move{};
   }
 };
 
 template <typename Jobs, int kLoads, int kMerged, int kMergedLoads>
-void Launch(const Jobs& jobs, int words, int64_t blocks, bool in_parts, cudaStream_t stream) {
+void Launch(const Jobs& jobs, int words, int64_t blocks, bool in_stripes, cudaStream_t stream) {
   const auto grid = static_cast<unsigned>(blocks);
-  if (in_parts) {
-    using Parts = InParts<Jobs, kMerged>;
-    echo_ffi::MoveRowsKernel<Parts, uint4, kLoads, kMerged, kMergedLoads>
-        <<<grid, echo_ffi::kBlockThreads, 0, stream>>>(Parts{jobs}, words);
+  if (in_stripes) {
+    using Stripes = InStripes<Jobs, kMerged>;
+    echo_ffi::MoveRowsKernel<Stripes, uint4, kLoads, kMerged, kMergedLoads>
+        <<<grid, echo_ffi::kBlockThreads, 0, stream>>>(Stripes{jobs}, words);
   } else {
     echo_ffi::MoveRowsKernel<Jobs, uint4, kLoads, kMerged, kMergedLoads>
         <<<grid, echo_ffi::kBlockThreads, 0, stream>>>(jobs, words);
@@ -134,23 +133,23 @@ void Launch(const Jobs& jobs, int words, int64_t blocks, bool in_parts, cudaStre
 }
 
 template <typename Jobs>
-ffi::Error RunMoved(const Jobs& jobs, int64_t words, int64_t blocks, int64_t merged, bool in_parts,
+ffi::Error RunMoved(const Jobs& jobs, int64_t words, int64_t blocks, int64_t merged, bool in_stripes,
                     cudaStream_t stream) {
   const int count = static_cast<int>(words);
   if (words > 64) {
-    if (merged == 1) Launch<Jobs, 3, 1, 3>(jobs, count, blocks, in_parts, stream);
-    if (merged == 2) Launch<Jobs, 3, 2, 5>(jobs, count, blocks, in_parts, stream);
+    if (merged == 1) Launch<Jobs, 3, 1, 3>(jobs, count, blocks, in_stripes, stream);
+    if (merged == 2) Launch<Jobs, 3, 2, 5>(jobs, count, blocks, in_stripes, stream);
   } else {
-    if (merged == 1) Launch<Jobs, 2, 1, 2>(jobs, count, blocks, in_parts, stream);
-    if (merged == 2) Launch<Jobs, 2, 2, 3>(jobs, count, blocks, in_parts, stream);
-    if (merged == 4) Launch<Jobs, 2, 4, 6>(jobs, count, blocks, in_parts, stream);
+    if (merged == 1) Launch<Jobs, 2, 1, 2>(jobs, count, blocks, in_stripes, stream);
+    if (merged == 2) Launch<Jobs, 2, 2, 3>(jobs, count, blocks, in_stripes, stream);
+    if (merged == 4) Launch<Jobs, 2, 4, 6>(jobs, count, blocks, in_stripes, stream);
   }
   return Launched();
 }
 
 ffi::Error RunMovedGather(cudaStream_t stream, ffi::AnyBuffer records, ffi::AnyBuffer pool, Numbers layer, Numbers rows,
                           Numbers slots, ffi::Result<ffi::AnyBuffer>, int64_t blocks, int64_t merged,
-                          int64_t in_parts) {
+                          int64_t in_stripes) {
   const Sizes sizes = SizesOf(pool);
   const GatherJobs jobs{static_cast<const std::byte*>(pool.untyped_data()),
                         static_cast<std::byte*>(records.untyped_data()),
@@ -160,11 +159,11 @@ ffi::Error RunMovedGather(cudaStream_t stream, ffi::AnyBuffer records, ffi::AnyB
                         sizes.rows,
                         sizes.words * 16,
                         static_cast<int64_t>(rows.element_count())};
-  return RunMoved(jobs, sizes.words, blocks, merged, in_parts != 0, stream);
+  return RunMoved(jobs, sizes.words, blocks, merged, in_stripes != 0, stream);
 }
 
 ffi::Error RunMovedScatter(cudaStream_t stream, ffi::AnyBuffer pool, ffi::AnyBuffer records, Numbers rows,
-                           ffi::Result<ffi::AnyBuffer>, int64_t blocks, int64_t merged, int64_t in_parts) {
+                           ffi::Result<ffi::AnyBuffer>, int64_t blocks, int64_t merged, int64_t in_stripes) {
   const Sizes sizes = SizesOf(pool);
   const int64_t entries = static_cast<int64_t>(rows.element_count());
   const ScatterJobs jobs{static_cast<std::byte*>(pool.untyped_data()),
@@ -174,7 +173,7 @@ ffi::Error RunMovedScatter(cudaStream_t stream, ffi::AnyBuffer pool, ffi::AnyBuf
                          sizes.rows,
                          sizes.words * 16,
                          sizes.layers * entries};
-  return RunMoved(jobs, sizes.words, blocks, merged, in_parts != 0, stream);
+  return RunMoved(jobs, sizes.words, blocks, merged, in_stripes != 0, stream);
 }
 
 // records, host_pool, layer, rows, slots -> records
@@ -206,8 +205,8 @@ auto BindScatter() {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PlainGatherCuda, RunPlainGather, BindGather(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PlainScatterCuda, RunPlainScatter, BindScatter(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MovedGatherCuda, RunMovedGather,
-                              BindGather().Attr<int64_t>("merged").Attr<int64_t>("in_parts"),
+                              BindGather().Attr<int64_t>("merged").Attr<int64_t>("in_stripes"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MovedScatterCuda, RunMovedScatter,
-                              BindScatter().Attr<int64_t>("merged").Attr<int64_t>("in_parts"),
+                              BindScatter().Attr<int64_t>("merged").Attr<int64_t>("in_stripes"),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -50,11 +50,11 @@ def moved_gather(
     *,
     blocks: int,
     merged: int,
-    in_parts: bool,
+    in_stripes: bool,
 ) -> jax.Array:
     """The same by the library's kernel: a warp moves `merged` rows at once (1, 2, or 4 of at most 1024 bytes) where
-    there are more rows than warps; `in_parts` gives each block one contiguous part of the list."""
-    settings = dict(blocks=np.int64(blocks), merged=np.int64(merged), in_parts=np.int64(in_parts))
+    there are more rows than warps; `in_stripes` has all blocks go through the list side by side."""
+    settings = dict(blocks=np.int64(blocks), merged=np.int64(merged), in_stripes=np.int64(in_stripes))
     return _gather("bench_moved_gather", records, pool, layer, rows, slots, **settings)
 
 
@@ -64,10 +64,10 @@ def plain_scatter(pool: jax.Array, records: jax.Array, rows: jax.Array, *, block
 
 
 def moved_scatter(
-    pool: jax.Array, records: jax.Array, rows: jax.Array, *, blocks: int, merged: int, in_parts: bool
+    pool: jax.Array, records: jax.Array, rows: jax.Array, *, blocks: int, merged: int, in_stripes: bool
 ) -> jax.Array:
     """The same by the library's kernel, with the settings of `moved_gather`."""
-    settings = dict(blocks=np.int64(blocks), merged=np.int64(merged), in_parts=np.int64(in_parts))
+    settings = dict(blocks=np.int64(blocks), merged=np.int64(merged), in_stripes=np.int64(in_stripes))
     return _scatter("bench_moved_scatter", pool, records, rows, **settings)
 
 

@@ -3,6 +3,7 @@
 //
 // Host memory is read and written where it lies, through the address the GPU shares with the host. The handlers look at
 // shapes and launch; numbers in lists, the layer and the count are on the device and judged there.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -47,7 +48,12 @@ ffi::Error Recall(cudaStream_t stream, ffi::AnyBuffer records, ffi::AnyBuffer po
                         views.source,            views.length};
   const bool is_aligned =
       IsAligned({views.records.data, views.fresh.data, views.staged.data, views.pool.records.data});
-  return Run(kTarget, jobs, views.records.record_bytes, is_aligned, stream);
+  // How many rows come from where is known on the device only; here, how many could come from device memory.
+  const unsigned movers = Blocks(jobs.length, views.records.record_bytes);
+  const unsigned helpers = Helpers(std::min(jobs.length, views.fresh.count + views.staged.count), movers);
+  if (helpers == 0) return Run(kTarget, jobs, views.records.record_bytes, is_aligned, stream);
+  LaunchHelpedMove(jobs, views.records.record_bytes, is_aligned, movers, helpers, stream);
+  return Launched(kTarget);
 }
 
 ffi::Error Zeros(cudaStream_t stream, ffi::AnyBuffer buffer, ffi::Result<ffi::AnyBuffer> result) {

@@ -31,6 +31,7 @@ struct DevicePool {
   __device__ bool HasLayer(int64_t layer) const { return layer >= 0 && layer < layers; }
   __device__ bool HasRow(int64_t row) const { return row >= 0 && row < rows; }
   __device__ std::byte* At(int64_t layer, int64_t row) const { return data + (layer * rows + row) * bytes; }
+  __device__ bool Holds(const std::byte* at) const { return at >= data && at < data + layers * rows * bytes; }
 };
 
 struct RecallJobs {
@@ -54,6 +55,8 @@ struct RecallJobs {
     if (staged.Has(from - fresh.count)) return {staged.At(from - fresh.count), records.At(slot)};
     return {};
   }
+
+  __device__ bool IsFar(const Move& move) const { return pool.Holds(move.from); }
 };
 
 struct ReadRowsJobs {

@@ -12,6 +12,11 @@
 // decode step have them, are read by one instruction across the seam between them. Neighbouring warps take neighbouring
 // jobs at the same time: rows of one memory page are then wanted by one SM at one moment.
 //
+// Who moves them. Each block takes an even, contiguous share of the list, drops the jobs that move nothing, and gives each
+// of its warps the same number of turns of nearly as many rows: no SM is left alone with a last round. Where many rows may
+// come from device memory, helper blocks are launched besides: the first blocks then move what lies in host memory and
+// the helpers the rest.
+//
 // What limits it: the link to host memory (54 GB/s), and in pools of 4 GiB and more the address translations of the GPU,
 // some 30 million rows a second whatever their size. Neither gets better with more SMs; a few are enough, and the rest
 // belong to the kernels beside this one.
@@ -20,6 +25,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #ifdef ECHO_EMULATE
 #include "gpu.h"
@@ -103,7 +109,7 @@ __device__ __forceinline__ void MoveGroup(Move own, int first_lane, int words, i
   }
 }
 
-// All rows of this warp: groups of kRows neighbouring jobs, every `warps`-th group.
+// All rows of this warp: groups of kRows neighbouring jobs, every `warps`-th group. Needs no shared memory.
 template <typename Jobs, typename Word, int kRows, int kLoads>
 __device__ __forceinline__ void MoveRows(const Jobs& jobs, int64_t limit, int words, int64_t warp, int64_t warps,
                                          int lane) {
@@ -121,7 +127,7 @@ __device__ __forceinline__ void MoveRows(const Jobs& jobs, int64_t limit, int wo
 // job below length.
 //
 // As long as every row can have a warp of its own, it has: the first job of a warp is read beside the limit and not after
-// it. Longer lists are moved kMerged rows at a time.
+// it. Longer lists are moved kMerged rows at a time. For a kernel that has its shared memory for itself MoveEvenly is better.
 template <typename Jobs, typename Word, int kLoads, int kMerged, int kMergedLoads>
 __device__ __forceinline__ void MoveAll(const Jobs& jobs, int words, int64_t block, int64_t blocks) {
   const int lane = threadIdx.x % kLanes;
@@ -135,6 +141,72 @@ __device__ __forceinline__ void MoveAll(const Jobs& jobs, int words, int64_t blo
   }
 }
 
+// The rows that a block is about to move, in the order of the list.
+struct ListedRows {
+  Move moves[kBlockThreads];
+  int count_of_warps[kBlockWarps];
+};
+
+// Lists the moves of all threads of the block that have somewhere to write to; returns how many, the same in all threads.
+// The list before may still be read by others when a thread comes: it is overwritten once all have come.
+__device__ __forceinline__ int ListRows(Move own, ListedRows* listed) {
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  const unsigned lanes = __ballot_sync(kEveryLane, own.to != nullptr);
+  if (lane == 0) listed->count_of_warps[warp] = __popc(lanes);
+  __syncthreads();
+  const int count = listed->count_of_warps[lane];
+  const int before = __reduce_add_sync(kEveryLane, lane < warp ? count : 0);
+  if (own.to != nullptr) listed->moves[before + __popc(lanes & ((1u << lane) - 1))] = own;
+  const int total = __reduce_add_sync(kEveryLane, count);
+  __syncthreads();
+  return total;
+}
+
+// Moves listed rows by all warps of a block: in as few turns as kRows rows a warp allow, all turns alike.
+template <typename Memory, typename Word, int kRows, int kLoads>
+__device__ __forceinline__ void MoveListed(const ListedRows& listed, int count, int words) {
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  const int groups = (count + kBlockWarps * kRows - 1) / (kBlockWarps * kRows) * kBlockWarps;
+  for (int group = warp; group < groups; group += kBlockWarps) {
+    const int begin = group * count / groups, end = (group + 1) * count / groups;  // at most kRows
+    if (begin == end) continue;
+    const Move own = lane < end - begin ? listed.moves[begin + lane] : Move{};
+    MoveGroup<Memory, Word, kRows, kLoads>(own, 0, words, lane);
+  }
+}
+
+static_assert(kBlockWarps == kLanes, "a lane of each warp reads the count of one warp");
+
+// Jobs as for MoveAll. Of all blocks, `movers` share the list evenly and the others, the helpers, share it again: with
+// kIsHelped, movers take the jobs for which jobs.IsFar(move) and helpers those for which not. A list short enough for a
+// warp of the movers for each row is theirs alone, as in MoveAll.
+template <typename Jobs, typename Word, int kLoads, int kMerged, int kMergedLoads, bool kIsHelped>
+__device__ __forceinline__ void MoveEvenly(const Jobs& jobs, int words, int64_t block, int64_t blocks, int64_t movers,
+                                           ListedRows* listed) {
+  const int lane = threadIdx.x % kLanes;
+  const int64_t warp = block * kBlockWarps + threadIdx.x / kLanes, warps = movers * kBlockWarps;
+  const Move first = warp < warps && warp < jobs.length ? jobs.At(warp) : Move{};
+  const int64_t limit = jobs.Limit();
+  if (limit <= warps) {
+    if (warp < limit) MoveGroup<typename Jobs::Memory, Word, 1, kLoads>(first, 0, words, lane);
+    return;
+  }
+  const bool is_helper = kIsHelped && block >= movers;
+  const int64_t part = is_helper ? block - movers : block, parts = is_helper ? blocks - movers : movers;
+  const int64_t begin = limit * part / parts;
+  const int length = static_cast<int>(limit * (part + 1) / parts - begin);
+  const int pieces = (length + kBlockThreads - 1) / kBlockThreads, size = pieces > 0 ? (length + pieces - 1) / pieces : 1;
+  for (int done = 0; done < length; done += size) {
+    const int place = threadIdx.x, end = length - done < size ? length - done : size;
+    Move own = place < end ? jobs.At(begin + done + place) : Move{};
+    if constexpr (kIsHelped) {
+      if (jobs.IsFar(own) == is_helper) own = Move{};
+    }
+    const int count = ListRows(own, listed);
+    MoveListed<typename Jobs::Memory, Word, kMerged, kMergedLoads>(*listed, count, words);
+  }
+}
+
 // How a record is moved: in which words, and how many loads a lane has in flight for one row and for kMerged rows.
 template <typename WordType, int kLoadsOfOne, int kRowsOfMany, int kLoadsOfMany>
 struct Shape {
@@ -145,6 +217,11 @@ struct Shape {
 using ShapeOfWords = Shape<uint32_t, 4, 2, 6>;
 using ShapeOfShort = Shape<uint4, 2, 4, 6>;
 using ShapeOfLong = Shape<uint4, 3, 2, 5>;  // nine loads for four rows of 1152 B would not fit the registers of a thread
+
+// The shape for jobs that read what they also write: with the loads of four rows in flight their registers would spill.
+template <typename Jobs, typename Chosen>
+using ShapeFor = std::conditional_t<std::is_same_v<typename Jobs::Memory, ReadWrite> && Chosen::kMerged == 4,
+                                    Shape<typename Chosen::Word, Chosen::kLoads, 3, 4>, Chosen>;
 
 inline constexpr int64_t kShortBytes = 2 * kLanes * 16;  // at most so many are two loads of a lane
 
@@ -163,7 +240,14 @@ void WithShape(int64_t record_bytes, bool is_aligned, Use use) {
 #ifndef ECHO_EMULATE
 template <typename Jobs, typename Word, int kLoads, int kMerged, int kMergedLoads>
 __global__ void __launch_bounds__(kBlockThreads) MoveRowsKernel(Jobs jobs, int words) {
-  MoveAll<Jobs, Word, kLoads, kMerged, kMergedLoads>(jobs, words, blockIdx.x, gridDim.x);
+  __shared__ ListedRows listed;
+  MoveEvenly<Jobs, Word, kLoads, kMerged, kMergedLoads, false>(jobs, words, blockIdx.x, gridDim.x, gridDim.x, &listed);
+}
+
+template <typename Jobs, typename Word, int kLoads, int kMerged, int kMergedLoads>
+__global__ void __launch_bounds__(kBlockThreads) MoveRowsHelpedKernel(Jobs jobs, int words, unsigned movers) {
+  __shared__ ListedRows listed;
+  MoveEvenly<Jobs, Word, kLoads, kMerged, kMergedLoads, true>(jobs, words, blockIdx.x, gridDim.x, movers, &listed);
 }
 
 // Blocks for lists of `length` rows of `record_bytes`: enough warps to keep the link busy, and no more (numbers: README.md).
@@ -173,13 +257,34 @@ inline unsigned Blocks(int64_t length, int64_t record_bytes) {
   return static_cast<unsigned>(needed < 1 ? 1 : needed > most ? most : needed);
 }
 
+inline constexpr int64_t kMostHelpers = 64;  // with 32 movers still a block an SM
+
+// Helpers beside `movers` blocks where `near_rows` may come from device memory: none that the movers' first turn can take.
+inline unsigned Helpers(int64_t near_rows, unsigned movers) {
+  if (near_rows <= static_cast<int64_t>(movers) * kBlockWarps) return 0;
+  const int64_t needed = (near_rows + kBlockWarps - 1) / kBlockWarps;
+  return static_cast<unsigned>(needed > kMostHelpers ? kMostHelpers : needed);
+}
+
 // Launches the kernel that fits the record. `is_aligned`: every address that a job can name is a multiple of 16.
 template <typename Jobs>
 void LaunchMove(const Jobs& jobs, int64_t record_bytes, bool is_aligned, unsigned blocks, cudaStream_t stream) {
   WithShape(record_bytes, is_aligned, [&](auto shape) {
-    using Shape = decltype(shape);
+    using Shape = ShapeFor<Jobs, decltype(shape)>;
     MoveRowsKernel<Jobs, typename Shape::Word, Shape::kLoads, Shape::kMerged, Shape::kMergedLoads>
         <<<blocks, kBlockThreads, 0, stream>>>(jobs, static_cast<int>(record_bytes / sizeof(typename Shape::Word)));
+  });
+}
+
+// The same beside `helpers` blocks for rows that lie in device memory.
+template <typename Jobs>
+void LaunchHelpedMove(const Jobs& jobs, int64_t record_bytes, bool is_aligned, unsigned movers, unsigned helpers,
+                      cudaStream_t stream) {
+  WithShape(record_bytes, is_aligned, [&](auto shape) {
+    using Shape = ShapeFor<Jobs, decltype(shape)>;
+    MoveRowsHelpedKernel<Jobs, typename Shape::Word, Shape::kLoads, Shape::kMerged, Shape::kMergedLoads>
+        <<<movers + helpers, kBlockThreads, 0, stream>>>(
+            jobs, static_cast<int>(record_bytes / sizeof(typename Shape::Word)), movers);
   });
 }
 #endif  // ECHO_EMULATE

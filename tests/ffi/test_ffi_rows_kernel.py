@@ -24,7 +24,7 @@ GUARD = 64  # bytes on either side of what is written, which must stay as they a
 class Sizes(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("slots", "fresh", "staged", "layers", "rows", "bytes", "length")),
-        *((name, ctypes.c_int32) for name in ("is_aligned", "blocks")),
+        *((name, ctypes.c_int32) for name in ("is_aligned", "blocks", "helpers")),
         ("seed", ctypes.c_uint64),
     ]
 
@@ -79,39 +79,45 @@ def skipped(values, limit):
     return np.where((values < 0) | (values >= limit), -1, values)
 
 
-# bytes of a record, entries, the count, blocks, bytes off a multiple of 16. One block has 32 warps: below and above
-# that many rows, at ends of the four (or two) rows that a warp takes at once, and several turns of all warps.
+# bytes of a record, entries, the count, blocks, bytes off a multiple of 16, helpers of a recall. One block has 32 warps
+# and lists 1024 rows: below and above that many rows, at ends of the four (or two) rows that a warp takes at once,
+# several turns of all warps, and several lists.
 CASES = {
-    "fp8_a_warp_each": (656, 32, 32, 1, 0),
-    "fp8_merged": (656, 33, 33, 1, 0),
-    "fp8_several_turns": (656, 301, 298, 2, 0),
-    "fp8_more_than_a_list_of_lanes": (656, 1400, 1393, 1, 0),
-    "fp8_count_0": (656, 40, 0, 1, 0),
-    "fp8_count_negative": (656, 40, LOWEST, 1, 0),
-    "fp8_count_above": (656, 40, HIGHEST, 1, 0),
-    "bf16_merged": (1152, 71, 70, 1, 0),
-    "bf16_a_warp_each": (1152, 20, 19, 1, 0),
-    "f32_two_batches_of_loads": (2304, 67, 67, 1, 0),
-    "small": (128, 90, 90, 1, 0),
-    "one_word": (4, 70, 69, 1, 0),
-    "odd_words": (60, 70, 70, 1, 0),
-    "long_and_odd": (1156, 40, 40, 1, 0),
-    "not_on_16": (656, 40, 40, 1, 4),
-    "empty": (656, 0, 0, 1, 0),
+    "fp8_a_warp_each": (656, 32, 32, 1, 0, 0),
+    "fp8_merged": (656, 33, 33, 1, 0, 0),
+    "fp8_several_turns": (656, 301, 298, 2, 0, 0),
+    "fp8_several_lists": (656, 2100, 2093, 1, 0, 0),
+    "fp8_count_0": (656, 40, 0, 1, 0, 0),
+    "fp8_count_negative": (656, 40, LOWEST, 1, 0, 0),
+    "fp8_count_above": (656, 40, HIGHEST, 1, 0, 0),
+    "bf16_merged": (1152, 71, 70, 1, 0, 0),
+    "bf16_a_warp_each": (1152, 20, 19, 1, 0, 0),
+    "f32_two_batches_of_loads": (2304, 67, 67, 1, 0, 0),
+    "small": (128, 90, 90, 1, 0, 0),
+    "one_word": (4, 70, 69, 1, 0, 0),
+    "odd_words": (60, 70, 70, 1, 0, 0),
+    "long_and_odd": (1156, 40, 40, 1, 0, 0),
+    "not_on_16": (656, 40, 40, 1, 4, 0),
+    "empty": (656, 0, 0, 1, 0, 0),
+    "helped_a_warp_each": (656, 60, 32, 1, 0, 1),
+    "helped_merged": (656, 300, 297, 1, 0, 2),
+    "helped_several_lists": (128, 1400, 1393, 1, 0, 1),
+    "helped_more_movers": (1152, 130, 130, 2, 0, 1),
+    "helped_not_on_16": (656, 70, 70, 1, 4, 1),
+    "helped_count_0": (656, 40, 0, 1, 0, 1),
 }
 
 
-@pytest.mark.parametrize("record_bytes, entries, count, blocks, off", CASES.values(), ids=CASES.keys())
-def test_every_target(emulator, record_bytes, entries, count, blocks, off):
+@pytest.mark.parametrize("record_bytes, entries, count, blocks, off, helpers", CASES.values(), ids=CASES.keys())
+def test_every_target(emulator, record_bytes, entries, count, blocks, off, helpers):
     generator = np.random.default_rng(entries + record_bytes)
 
     def random(*shape):
         return generator.integers(0, 256, (*shape, record_bytes), np.uint8)
 
     def sizes(length):
-        return Sizes(
-            entries + 7, NEW, STAGED, LAYERS, HOST_ROWS, record_bytes, length, int(off == 0), blocks, record_bytes
-        )
+        static = (entries + 7, NEW, STAGED, LAYERS, HOST_ROWS, record_bytes, length)
+        return Sizes(*static, int(off == 0), blocks, helpers, record_bytes)
 
     values, records, new, staged = random(LAYERS, HOST_ROWS), random(entries + 7), random(NEW), random(STAGED)
     pool, (given_new, _), (given_staged, _) = (guarded(array, off) for array in (values, new, staged))
@@ -158,7 +164,7 @@ def test_every_target(emulator, record_bytes, entries, count, blocks, off):
 def test_a_layer_outside_leaves_nothing_to_do(emulator, layer):
     generator = np.random.default_rng(5)
     pool, records, new = (generator.integers(0, 256, (*shape, 64), np.uint8) for shape in ((3, 23), (9,), (4,)))
-    sizes = Sizes(9, 4, 4, LAYERS, HOST_ROWS, 64, 4, 1, 1, 0)
+    sizes = Sizes(9, 4, 4, LAYERS, HOST_ROWS, 64, 4, 1, 1, 0, 0)
     rows, number = np.arange(4, dtype=np.int32), np.asarray([layer], np.int32)
     for source in (-1, 0):
         sources, count = np.full(4, source, np.int32), np.asarray([4], np.int32)
