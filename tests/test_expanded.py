@@ -236,6 +236,33 @@ def test_distillation_reaches_only_the_indexer_and_lowers_its_divergence(params,
     assert after < 0.9 * before
 
 
+def test_who_watches_sees_what_the_layer_compares(params, tokens, positions, dense_and_sparse):
+    """Attention and selection made again from it, by sorting, give the mass that `forward` tells."""
+
+    @jax.jit
+    def watched(params, tokens, positions):
+        result = expanded.forward(
+            params, tokens, positions, CONFIG, sparse=False, distil=True, block=24, watch=lambda seen: seen._asdict()
+        )
+        return result.watched
+
+    (seen,) = watched(params, tokens, positions)  # the second layer shares the first one's indexer
+    assert seen["layer"] == 0 and seen["q_latent"].shape == (BATCH * LENGTH, CONFIG.q_lora_rank)
+    causal = np.tril(np.ones((LENGTH, LENGTH), bool))
+    masses = []
+    for query, key, index_query, index_weights, index_key in zip(
+        seen["query"], seen["key"], *(np.asarray(a) for a in seen["indexer"]), strict=True
+    ):
+        logits = np.einsum("thd,shd->hts", query, key) * CONFIG.attention_scale
+        powers = np.where(causal, np.exp(logits), 0.0)
+        attention = (powers / powers.sum(axis=-1, keepdims=True)).mean(axis=0)
+        products = np.maximum(np.einsum("tgd,sd->tgs", index_query, index_key), 0.0)
+        scores = np.einsum("tg,tgs->ts", index_weights, products)
+        masses.append((attention * best_by_sorting(scores, causal, CONFIG.index_topk)).sum(axis=-1).mean())
+    # Near-ties may fall differently: one query's share of at most 1/24 of the mean would show, rounding does not.
+    np.testing.assert_allclose(np.mean(masses), dense_and_sparse[0].mass[0], rtol=1e-4)
+
+
 def test_prediction_does_not_reach_the_indexer(params, tokens, positions):
     @jax.jit
     @jax.grad

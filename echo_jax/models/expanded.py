@@ -10,7 +10,7 @@ Letters: B sequences, T queries, S keys, H heads, G index heads, X experts, E hi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,17 @@ class ExpandedInputs(NamedTuple):
     q_latent: jax.Array  # [N, Q]  normed query latent, which the indexer's query starts from
 
 
+class Seen(NamedTuple):
+    """What one layer with an indexer compares, for whoever watches; [N, ...] all sequences in a row."""
+
+    layer: int
+    normed: jax.Array  # [N, E]  what attention and indexer start from
+    q_latent: jax.Array  # [N, Q]
+    query: jax.Array  # [B, T, H, nope + rope]
+    key: jax.Array  # [B, T, H, nope + rope]
+    indexer: Indexer
+
+
 class Forward(NamedTuple):
     """What `forward` gives back."""
 
@@ -55,6 +66,7 @@ class Forward(NamedTuple):
     divergence: jax.Array  # f32[L]  mean KL of attention from index scores, in nats; 0 where it was not asked for
     mass: jax.Array  # f32[L]  mean share of dense attention inside the selected set; 0 where it was not asked for
     expert_load: jax.Array  # f32[MoE layers, X]  share of the tokens' choices that fell on each expert
+    watched: tuple[Any, ...] = ()  # what `watch` returned for each layer that has an indexer
 
 
 def forward(
@@ -70,6 +82,7 @@ def forward(
     attention: Attention | None = None,
     lesson: Lesson = EVERY_QUERY,
     weights: jax.Array | None = None,
+    watch: Callable[[Seen], Any] | None = None,
 ) -> Forward:
     """The whole transformer over tokens i32[B, T] at positions i32[B, T] (rising along T).
 
@@ -81,11 +94,12 @@ def forward(
     attention: a faster causal attention, which does not tell its distribution. With it the indexer is taught by the
     dense distribution, sparse or not, on the queries of `lesson`, each counted by weights f32[B, T]; without it by the
     distribution that the query attends with, on all queries alike.
+    watch: takes notes, layer by layer; needs sparse or distil, without which no indexer runs.
     """
     batch, length = tokens.shape
     flat = positions.reshape(-1)
     x = embed(params, tokens.reshape(-1), config)
-    divergences, masses, loads = [], [], []
+    divergences, masses, loads, watched = [], [], [], []
     shared: Indexer | None = None
     for layer, mlp_kind in zip(params["layers"], config.mlp_kinds, strict=True):
         normed = dsa.rms_norm(x, layer["input_norm"], config.rms_norm_eps)
@@ -93,7 +107,9 @@ def forward(
         query, key, value = (a.reshape(batch, length, *a.shape[1:]) for a in inputs[:3])
         divergence = mass = jnp.zeros((), jnp.float32)
         if "indexer" in layer and (sparse or distil):
-            shared = _indexer(layer, normed, inputs.q_latent, flat, config, (batch, length))
+            shared = indexer_of(layer, normed, inputs.q_latent, flat, config, (batch, length))
+            if watch is not None:
+                watched.append(watch(Seen(len(masses), normed, inputs.q_latent, query, key, shared)))
         if attention is None:
             attended, divergence, mass = causal_attention(
                 query, key, value, shared, config, sparse=sparse, distil=distil, block=block, extents=extents
@@ -116,7 +132,7 @@ def forward(
         masses.append(mass)
     logits = dsa.logits(params, x, config).reshape(batch, length, -1)
     load = jnp.stack(loads) if MOE in config.mlp_kinds else jnp.zeros((0, config.num_experts), jnp.float32)
-    return Forward(logits, jnp.stack(divergences), jnp.stack(masses), load)
+    return Forward(logits, jnp.stack(divergences), jnp.stack(masses), load, tuple(watched))
 
 
 def embed(params: Params, tokens: jax.Array, config: DsaConfig) -> jax.Array:
@@ -150,7 +166,13 @@ def expanded_inputs(layer: Params, x: jax.Array, positions: jax.Array, config: D
     )
 
 
-def _indexer(layer: Params, x, q_latent, positions, config: DsaConfig, shape: tuple[int, int]) -> Indexer:
+def indexer_of(
+    layer: Params, x: jax.Array, q_latent: jax.Array, positions: jax.Array, config: DsaConfig, shape: tuple[int, int]
+) -> Indexer:
+    """The indexer's side of B x T = `shape` tokens: x [N, E] normed, q_latent [N, Q], positions i32[N].
+
+    Gradients end at its inputs.
+    """
     cosines, sines = dsa.rope_table(positions, config)
     constants = lax.stop_gradient((x, q_latent))
     query, weights, key = dsa.index_inputs(layer["indexer"], *constants, cosines, sines, config)
