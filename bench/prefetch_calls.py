@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental.compute_on import compute_on
 
 from bench import indexer_scores as plain
-from bench.prefetch_timing import mark
+from bench.prefetch_timing import mark, on_host
 from echo_jax import hostmem, indexer, recall
 from echo_jax import layer as layer_lib
 from echo_jax.config import CacheConfig
@@ -194,8 +194,7 @@ def pool_shape(records: str, host_rows: int) -> jax.ShapeDtypeStruct:
     """Of `pool_of`, in pinned memory."""
     form = FORMATS[records]
     layers = max(3, POOL_BYTES // (host_rows * form.bytes_per_row))
-    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    return jax.ShapeDtypeStruct((layers, host_rows, *form.shape), form.dtype, sharding=on_host)
+    return on_host((layers, host_rows, *form.shape), form.dtype)
 
 
 @functools.cache

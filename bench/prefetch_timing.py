@@ -96,9 +96,17 @@ def compile_one(job: Job) -> Any:
 def _shaped(array: Any) -> jax.ShapeDtypeStruct:
     if isinstance(array, jax.ShapeDtypeStruct):
         return array
-    memory = jax.typeof(array).memory_space
-    sharding = array.sharding if memory == jax.memory.Space.Host else None
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    if jax.typeof(array).memory_space == jax.memory.Space.Host:
+        return on_host(array.shape, array.dtype)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def on_host(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """A shape in pinned memory. Of a sharding without a mesh a shape forgets the memory kind (jax 0.11.2), and what is
+    traced for it moves rows by jnp."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind="pinned_host")
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def time_calls(

@@ -350,8 +350,9 @@ def compile_whole(layers: int = LAYERS) -> None:
         model, seats=16, capacity=65536, device_slots=65536, record_format="fp8", key_format="fp8"
     )
     config = decode.DecodeConfig(model, made)
-    device = jax.devices()[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    # Of a sharding without a mesh a shape forgets the memory kind (jax 0.11.2).
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     pinned = sharding.with_memory_kind("pinned_host")
 
     def shaped(tree, where=sharding):
