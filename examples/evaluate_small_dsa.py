@@ -188,7 +188,8 @@ class Rows:
                 sys.path.append(root)
             from bench import harness
 
-            harness.record(claim, name=name, value=value, unit=unit, file=self.file, shapes=shapes)
+            command = " ".join(["python examples/evaluate_small_dsa.py", *sys.argv[1:]])
+            harness.record(claim, name=name, value=value, unit=unit, file=self.file, shapes=shapes, command=command)
 
     def add_documents(self, found: dict[str, Any]) -> None:
         self.add("echo-tiny: held-out bits per byte", found.pop("bpb"), "bits/byte", found)
@@ -258,9 +259,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=[], help="windows of tasks, multiples of 1024")
     parser.add_argument("--count", type=int, default=64, help="windows of each task and length")
     parser.add_argument("--batch", type=int, help="windows at once, in place of what an H200 holds")
-    parser.add_argument(
-        "--limit-s", type=float, default=math.inf, help="nothing is begun after so many seconds"
-    )
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="nothing is begun after so many seconds")
     parser.add_argument("--record", metavar="FILE", help="write rows to this file of bench/results (or ECHO_RESULTS)")
     args = parser.parse_args()
     everything(args, Rows(args.record, args.model))

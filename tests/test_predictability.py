@@ -72,7 +72,7 @@ def test_statistics_are_those_of_the_sets(found):
         assert row["overlap"] == pytest.approx(np.mean(overlaps), abs=1e-6)
         if "kth" in row:
             kth = [sorted(scores[t, : first + t + 1])[-k] for t in range(QUERIES)]
-            np.testing.assert_array_equal(row["kth"], np.float32(kth))
+            np.testing.assert_array_equal(row["kth"], np.asarray(kth, np.float32))
     assert ["kth" in row for row in rows] == [(row["kind"], row["top_k"]) == ("trained", 6) for row in rows]
 
 
