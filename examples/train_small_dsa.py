@@ -1,9 +1,9 @@
 """Trains echo-tiny, a byte-level DSA model, as DSA was trained: dense, then an indexer distilled, then sparse.
 
-Knows the schedule, the optimiser, the checkpoint of an interrupted run and how the weights leave as a Hugging Face
-folder. The maths is `echo_jax.models`, attention on a GPU `fast_attention.py`, the text `corpus.py`, what is planted in
-it `long_tasks.py`, the verdict `evaluate_small_dsa.py`. One segment is one process of bounded time; segments follow
-each other through the checkpoint folder:
+Knows the schedule, the optimiser and the step. The maths is `echo_jax.models`, attention on a GPU `fast_attention.py`,
+the text `corpus.py`, what is planted in it `long_tasks.py`, where weights come from and go to `training_files.py`, the
+verdict `evaluate_small_dsa.py`. One segment is one process of bounded time; segments follow each other through the
+checkpoint folder:
 
     python examples/corpus.py --out out/corpus.xz
     for s in first second third fourth fifth; do
@@ -11,8 +11,7 @@ each other through the checkpoint folder:
     done
     python examples/train_small_dsa.py --export echo_jax/data/echo-tiny --from out/train
 
-A checkpoint holds the f32 weights and the second moments in bf16, in files below 16 MiB. First moments start again from
-zero with each segment: their memory is ten steps long.
+First moments start again from zero with each segment: their memory is ten steps long.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import dataclasses
 import datetime
 import json
 import math
-import os
 import pathlib
 import time
 from typing import Any
@@ -36,9 +34,8 @@ import jax.numpy as jnp
 import long_tasks
 import numpy as np
 import optax
-from safetensors.numpy import load_file, save_file
+from training_files import as_exported, export, restore, save
 
-from echo_jax.checkpoints.safetensors import load_folder, save_folder
 from echo_jax.models import dsa, expanded
 from echo_jax.models.config import DENSE, FULL, MOE, DsaConfig, RopeConfig
 from echo_jax.models.selection import Lesson
@@ -131,7 +128,6 @@ COUNTED = (long_tasks.TEXT, long_tasks.ANSWER)
 """Roles whose bytes are counted in what is reported: the text alone, and the answers alone."""
 
 STEPS_PER_CALL = 4
-FILE_BYTES = 15 << 20  # of one checkpoint file at most
 
 
 # The step
@@ -143,26 +139,6 @@ def optimiser() -> optax.GradientTransformation:
         optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),
         optax.add_decayed_weights(WEIGHT_DECAY, mask=lambda tree: jax.tree.map(lambda a: a.ndim > 1, tree)),
     )
-
-
-def init(key: jax.Array, config: DsaConfig) -> dsa.Params:
-    """f32 weights; what writes into the residual stream starts smaller by the square root of twice the depth."""
-    params = dsa.init_params(key, config)
-    shrink = (2 * config.num_layers) ** -0.5
-
-    def scaled(path, leaf):
-        return leaf * shrink if getattr(path[-1], "key", "") in ("o", "down") else leaf
-
-    return jax.tree_util.tree_map_with_path(scaled, params)
-
-
-def as_exported(params: dsa.Params) -> dsa.Params:
-    """The weights as the folder will hold them: bf16, the choice bias f32."""
-
-    def cast(path, leaf):
-        return leaf if getattr(path[-1], "key", "") == "bias" else leaf.astype(jnp.bfloat16)
-
-    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def sample_batch(key: jax.Array, text: jax.Array, header: dict, stage: Stage) -> jax.Array:
@@ -404,80 +380,6 @@ def write_row(args, name: str, bpb: float, found: dict[str, Any], progress: dict
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(f"{name} {bpb:.4f} at step {counters['step']}, {counters['bytes_seen'] / 1e6:.0f} MB: {found}", flush=True)
-
-
-# Checkpoints and the exported folder
-
-
-def named_leaves(tree) -> dict[str, jax.Array]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {"/".join(str(getattr(e, "key", getattr(e, "idx", ""))) for e in path): leaf for path, leaf in leaves}
-
-
-def save(folder: str, params, second, progress: dict) -> None:
-    """Weights f32, second moments bf16, in files below FILE_BYTES, and the counters that a next segment starts from."""
-    root = pathlib.Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    named = {f"params/{k}": np.asarray(v) for k, v in named_leaves(params).items()}
-    named |= {f"second/{k}": np.asarray(v.astype(jnp.bfloat16)) for k, v in named_leaves(second).items()}
-    files: list[dict[str, np.ndarray]] = [{}]
-    for name, array in named.items():
-        if sum(a.nbytes for a in files[-1].values()) + array.nbytes > FILE_BYTES:
-            files.append({})
-        files[-1][name] = array
-    # Whoever stops this half-way finds the old files, or all of the new ones and at worst an old counter.
-    for i, content in enumerate(files):
-        save_file(content, root / f"checkpoint-{i}.new")
-    for i in range(len(files)):
-        os.replace(root / f"checkpoint-{i}.new", root / f"checkpoint-{i}.safetensors")
-    (root / "progress.json").write_text(json.dumps(progress))
-
-
-def restore(folder: str | None, config: DsaConfig):
-    """(params, second moments or None, progress) of a checkpoint folder, or a fresh start where it holds none.
-
-    A Hugging Face folder gives its weights, rounded as they were when they left; the optimiser and all counters start
-    again.
-    """
-    shapes = jax.eval_shape(lambda: init(jax.random.key(0), config))
-    root = pathlib.Path(folder) if folder else None
-    if root is not None and (root / "config.json").exists():
-        _, params = load_folder(root)
-        if jax.tree.map(jnp.shape, params) != jax.tree.map(lambda a: a.shape, shapes):
-            raise ValueError(f"the weights in {root} have other shapes than ECHO_TINY; change one of the two")
-        print(f"starts from the weights in {root}", flush=True)
-        params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
-        return params, None, {"steps": 0, "bytes": 0, "seconds": 0.0}
-    if root is None or not (root / "progress.json").exists():
-        fresh = jax.jit(lambda: init(jax.random.key(0), config))()
-        count = sum(a.size for a in jax.tree.leaves(fresh))
-        print(f"fresh start: {count} parameters, {2 * count / 1e6:.2f} MB in bf16", flush=True)
-        return fresh, None, {"steps": 0, "bytes": 0, "seconds": 0.0}
-    stored: dict[str, np.ndarray] = {}
-    for path in sorted(root.glob("checkpoint-*.safetensors")):
-        stored |= load_file(path)
-    structure = jax.tree.structure(shapes)
-
-    def tree(part: str):
-        leaves = [jnp.asarray(stored[f"{part}/{k}"]).astype(jnp.float32) for k in named_leaves(shapes)]
-        return jax.tree.unflatten(structure, leaves)
-
-    progress = json.loads((root / "progress.json").read_text())
-    print(f"goes on from {progress}", flush=True)
-    return tree("params"), tree("second"), progress
-
-
-def export(params: dsa.Params, folder: str, config: DsaConfig) -> None:
-    """The Hugging Face folder, weights in bf16; a model card that is already there stays."""
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    save_folder(folder, as_exported(params), config, extra_config=tokens, overwrite=True)
-    root = pathlib.Path(folder)
-    for name, content in (
-        ("tokenizer_config.json", {"tokenizer_class": "ByteTokenizer"}),
-        ("generation_config.json", tokens | {"do_sample": True, "temperature": 0.7, "top_p": 0.95}),
-    ):
-        (root / name).write_text(json.dumps(content, indent=1) + "\n")
-    print(f"{root}: {sum(file.stat().st_size for file in root.glob('*.safetensors'))} bytes of weights")
 
 
 def main() -> None:

@@ -83,12 +83,23 @@ def test_practice_asks_only_for_what_was_said():
 
 
 def test_attention_in_blocks_is_attention():
-    query, key, value = (jax.random.normal(k, (2, 24, 3, 8)) for k in jax.random.split(jax.random.key(0), 3))
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((24, 24), bool))[None], (2, 24, 24))
-    mask = causal & (jax.random.bernoulli(jax.random.key(1), 0.4, causal.shape) | jnp.eye(24, dtype=bool)[None])
-    for given, meant in ((None, causal), (mask, mask)):
-        found = fast_attention.in_blocks(query, key, value, given, 0.3, block=8)
-        np.testing.assert_allclose(found, expanded.attend(query, key, value, meant, 0.3)[0], atol=2e-6)
+    drawn = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(drawn.normal(size=(2, 24, 3, 8)), jnp.float32) for _ in range(3))
+    causal = np.broadcast_to(np.tril(np.ones((24, 24), bool)), (2, 24, 24))
+    mask = causal & ((drawn.random(causal.shape) < 0.4) | np.eye(24, dtype=bool))
+
+    @jax.jit
+    def both(query, key, value):
+        return [
+            (
+                fast_attention.in_blocks(query, key, value, given, 0.3, 8),
+                expanded.attend(query, key, value, jnp.asarray(meant), 0.3)[0],
+            )
+            for given, meant in ((None, causal), (mask, mask))
+        ]
+
+    for found, expected in both(query, key, value):
+        np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 def test_what_cudnn_refuses_goes_in_blocks(monkeypatch):
@@ -128,15 +139,21 @@ def corpus(tmp_path) -> Path:
 
 
 @pytest.fixture
-def loose_promotion():
-    """optax multiplies floats by integer counters; a `with` would not reach the thread that compiles."""
-    before = jax.config.jax_numpy_dtype_promotion  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
+def loose_and_quick():
+    """optax multiplies floats by integer counters, and compiling well would take longer than it saves; a `with` would
+    not reach the thread that compiles."""
+    wanted = {
+        "jax_numpy_dtype_promotion": "standard", "jax_disable_most_optimizations": True, "jax_default_prng_impl": "rbg",
+    }  # fmt: skip
+    before = {name: jax.config.values[name] for name in wanted}
+    for name, value in wanted.items():
+        jax.config.update(name, value)
     yield
-    jax.config.update("jax_numpy_dtype_promotion", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
-@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.usefixtures("loose_and_quick")
 def test_segments_follow_each_other_and_leave_a_model_that_is_judged(corpus, tmp_path, monkeypatch, capsys):
     """Of one layer and a few steps, stopped between, exported, judged; one program, as compiling is what takes time."""
     tiny = dataclasses.replace(
@@ -145,7 +162,8 @@ def test_segments_follow_each_other_and_leave_a_model_that_is_judged(corpus, tmp
         mlp_kinds=(DENSE,), intermediate_size=32, max_positions=2048,
     )  # fmt: skip
     monkeypatch.setattr(train, "ECHO_TINY", tiny)
-    stage = dataclasses.replace(train.SEGMENTS["smoke"][1], seconds=0.01, context=1024, tokens=2048, every=8, extents=1)
+    monkeypatch.setattr(train, "STEPS_PER_CALL", 2)
+    stage = dataclasses.replace(train.SEGMENTS["smoke"][1], seconds=0.01, every=8, extents=1)
     for segment in ("fourth", "fifth"):
         monkeypatch.setitem(train.SEGMENTS, segment, (stage,))
     compiled, really = {}, train.compile_stage
@@ -170,8 +188,8 @@ def test_segments_follow_each_other_and_leave_a_model_that_is_judged(corpus, tmp
     after, _, _ = train.restore(str(checkpoint), tiny)
     assert second["steps"] == 2 * first["steps"] == 2 * train.STEPS_PER_CALL
     assert second["seconds"] > first["seconds"] > 0 and second["round_began"] == first["round_began"]
-    assert max(float(leaf.max()) for leaf in jax.tree.leaves(second_moments)) > 0
-    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), before, after)
+    assert max(np.asarray(leaf).max() for leaf in jax.tree.leaves(second_moments)) > 0
+    moved = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(), before, after)
     assert min(jax.tree.leaves(moved["layers"][0]["indexer"])) > 0 and moved["embed"] > 0
 
     written = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -189,8 +207,8 @@ def test_segments_follow_each_other_and_leave_a_model_that_is_judged(corpus, tmp
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-8, atol=1e-9), exported, after)
 
     monkeypatch.setenv("ECHO_RESULTS", str(tmp_path))
-    monkeypatch.setattr(judge, "CLAIMED_CONTEXT", 1024)
-    arguments = ["--contexts", "1024", "--lengths", "1024", "--windows", "2", "--count", "2", "--batch", "2"]
+    monkeypatch.setattr(judge, "CLAIMED_CONTEXT", 512)
+    arguments = ["--contexts", "512", "--lengths", "512", "--windows", "2", "--count", "2", "--batch", "2"]
     monkeypatch.setattr(
         sys, "argv", ["e", "--model", str(folder), "--corpus", str(corpus), *arguments, "--record", "judged.jsonl"]
     )
