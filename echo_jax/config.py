@@ -37,7 +37,10 @@ class CacheConfig:
     slot_manager: str = "auto"  # the same: who keeps the slot maps
     score_implementation: str = "auto"  # "reference", "mosaic_gpu", or the best there is: the index scores of a step
     top_k_implementation: str = "auto"  # the same for the selection
-    prefetch_implementation: str = "auto"  # "separate": after the scores; "fused": while they are made, in one kernel
+    prefetch_implementation: str = (
+        "auto"  # "separate": after the scores; "fused": while they are made, in one kernel, which
+    )
+    # "auto" takes where that kernel is one for this GPU
     attend_implementation: str = "reference"  # or "mosaic_gpu", whose products round the query to bf16
     chunk: int = 512  # prompt tokens of one prefill call
     block: int = 64  # of which so many are projected, scored and attended together; results depend on it, not on chunk
@@ -100,11 +103,6 @@ class CacheConfig:
                 f"device pool holds {self.device_slots} rows but warming {self.warm_windows} windows of {self.top_k} "
                 f"selected rows may need {self.warm_windows * self.top_k}; raise device_slots or lower warm_windows"
             )
-
-    @property
-    def prefetches_in_scorer(self) -> bool:
-        """Whether rows are copied ahead by the kernel that scores; "auto" is "separate"."""
-        return self.offload and self.staging > 0 and self.prefetch_implementation == "fused"
 
     @property
     def num_layers(self) -> int:

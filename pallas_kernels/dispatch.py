@@ -141,6 +141,11 @@ def _chosen(implementation: Implementation, query: jax.Array, pages: jax.Array) 
     return implementation
 
 
+def scores_on_this_gpu(query: jax.Array, pages: jax.Array) -> bool:
+    """Whether a GPU is there whose kernel scores these keys: what implementation=None takes then."""
+    return _chosen(None, jnp.asarray(query), jnp.asarray(pages)) == "mosaic_gpu"
+
+
 def _padded(query: jax.Array, weights: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     """As the kernels take them: the query in the keys' type, heads in eights, as the columns of a wgmma come."""
     heads = query.shape[2]

@@ -135,7 +135,7 @@ def test_the_step_is_one_graph_in_place(variant):
         full = config.cache.layer_kinds.count("full")
         bounded = isinstance(config.cache.threshold, Listing)
         assert calls.count("echo_bounded_top_k") == (full if bounded else 0)
-        separate = config.cache.staging and not config.cache.prefetches_in_scorer
+        separate = config.cache.staging and config.cache.prefetch_implementation != "fused"
         ahead = (full if separate else 0) + (layers - full if config.cache.read_ahead else 0)
         assert calls.count("echo_read_rows") == ahead
 

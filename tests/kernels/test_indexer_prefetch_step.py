@@ -5,12 +5,14 @@ kernel is handed, and what becomes of what it staged.
 """
 
 import dataclasses
+import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from echo_jax import layer
-from pallas_kernels import indexer_prefetch
+from pallas_kernels import dispatch, indexer_prefetch
 from tests import scenarios
 from tests.scenarios import ONE_LAYER
 from tests.test_lossless import PLAIN, check_counts
@@ -47,3 +49,22 @@ def test_an_unknown_way_to_prefetch_is_refused():
     config = scenarios.cache(PLAIN, offload=True, model=ONE_LAYER).cache
     with pytest.raises(ValueError, match="prefetch_implementation 'second stream' is unknown"):
         dataclasses.replace(config, prefetch_implementation="second stream")
+
+
+def test_auto_is_the_kernel_of_a_gpu_where_there_is_one(monkeypatch):
+    """The GPU, the keys and what was asked for decide."""
+    config = scenarios.cache(SETTING, offload=True, model=ONE_LAYER).cache
+    query, keys = jnp.zeros((2, 1, 64, 128)), jnp.zeros((4, 64 * 132), jnp.uint8)
+    wanted = functools.partial(layer.prefetches_in_scorer, query=query, keys=keys)
+    assert config.prefetch_implementation == "auto" and not wanted(config)  # on a CPU
+
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    assert wanted(config)
+    assert not layer.prefetches_in_scorer(config, query, jnp.zeros((4, 64, 128), jnp.float32))  # no kernel for these
+    for change in (
+        {"prefetch_implementation": "separate"},
+        {"score_implementation": "reference"},
+        {"staging": 0},
+        {"offload": False},
+    ):
+        assert not wanted(dataclasses.replace(config, **change))
