@@ -32,7 +32,7 @@ FOLDER = harness.RESULTS / "findings"
 
 SIZES = "requests=4,steps=192,context=32768,top_k=2048"
 KINDS = ("hot", "median", "churny", "volatile")
-RECORDED = ("echo-tiny-code", "echo-tiny-task", "echo-tiny-manual")
+RECORDED = ("echo-tiny-code", "echo-tiny-task", "echo-tiny-manual", "echo-tiny-recall")
 TUNING = tuple(f"synth:{kind},{SIZES}" for kind in ("hot", "median", "churny"))
 UNSEEN = (*(f"synth:{kind},{SIZES},seed=7" for kind in KINDS), f"synth:median,{SIZES},seed=7,jump_every=50", *RECORDED)
 
