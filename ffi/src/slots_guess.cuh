@@ -84,15 +84,25 @@ __device__ Place FindGuess(Block<kBlocks>& block, int rank) {
   constexpr int kOfThread = kSamples / kThreads;
   const int first = static_cast<int>(threadIdx.x) * kOfThread;
   uint32_t key[kOfThread];
-  Range range{kNoKey, 0};
+  uint32_t low = ~0u, high = 0;
   guess.kth.ClearHistogram();
 #pragma unroll
   for (int i = 0; i < kOfThread; ++i) {
     key[i] = guess.samples[first + i];
-    if (first + i < block.task.device_slots) range = {min(range.low, uint64_t{key[i]}), max(range.high, uint64_t{key[i]})};
+    if (first + i >= block.task.device_slots) continue;
+    low = min(low, key[i]);
+    high = max(high, key[i]);
   }
-  range = BlockRange(range, guess.ranges);
-  const top_k::KeyRange keys{static_cast<uint32_t>(range.low) - 1, static_cast<uint32_t>(range.high - range.low)};
+  low = __reduce_min_sync(kAllLanes, low);
+  high = __reduce_max_sync(kAllLanes, high);
+  if (Lane() == 0) {
+    guess.lows[Warp()] = low;
+    guess.highs[Warp()] = high;
+  }
+  __syncthreads();
+  low = __reduce_min_sync(kAllLanes, guess.lows[Lane()]);
+  high = __reduce_max_sync(kAllLanes, guess.highs[Lane()]);
+  const top_k::KeyRange keys{low - 1, high - low};
   const auto samples = static_cast<uint32_t>(min(block.task.device_slots, kSamples));
   const top_k::ListedKeys listed{guess.kth, guess.samples, samples};
   const top_k::Kth kth = top_k::FindKth(guess.kth, keys, static_cast<uint32_t>(rank), listed);
@@ -154,9 +164,15 @@ template <int kBlocks>
 __device__ void RankCandidates(Block<kBlocks>& block, int candidates, int wanted) {
   auto& guess = block.shared.guess;
   for (int i = threadIdx.x; i < candidates; i += kThreads) {
-    int peer = 0, at = i;
-    for (; at >= guess.count_of_blocks[peer]; ++peer) at -= guess.count_of_blocks[peer];
-    guess.all[i] = *Remote(&guess.own[at], peer);
+    int peer = 0, begin = 0, end = 0;
+#pragma unroll
+    for (int other = 0; other < kBlocks; ++other) {  // all counts are read at once
+      end += guess.count_of_blocks[other];
+      if (i < end) continue;
+      peer = other + 1;
+      begin = end;
+    }
+    guess.all[i] = *Remote(&guess.own[i - begin], peer);
   }
   __syncthreads();
   for (int i = Warp() * kBlocks + block.rank; i < candidates; i += kWarps * kBlocks) {

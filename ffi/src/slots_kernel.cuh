@@ -3,8 +3,8 @@
 // What allocate means stands in pool.allocate of echo_jax/pool.py. How it goes:
 //
 //   Look     a mention a thread: its row is looked up. A resident row's slot is marked in the shared memory of the block that
-//            owns it; the first mark counts the hit and writes the priority. No map but `priority` changes.
-//   -------- barrier of the cluster: who found what
+//            owns it; the first mark counts the hit. A missing row's first mention leaves its marker in slot_of.
+//   -------- barrier of the cluster: who found what; while it is waited for, hits write their priorities
 //   Touch    slots that were named more than once get the highest of their priorities.
 //   Settle   slots_settle.cuh, where rows are missing; where none is, new rows that have a slot are listed, or nothing is.
 //   Move     echo_require alone: the records, by the kernel of rows (rows_kernel.cuh).
@@ -61,6 +61,7 @@ __device__ void Look(Block<kBlocks>& block) {
     for (int i = 0; i < kTogether; ++i) {
       const int m = round + 32 * i + Lane();
       row[i] = m < block.run_end ? task.rows[m] : kNoRow;
+      given[i] = m < block.run_end ? task.touched[m] : 0;
     }
     SampleShare<kBlocks> samples;
     if (!has_met) samples.Load(block);
@@ -74,23 +75,17 @@ __device__ void Look(Block<kBlocks>& block) {
     }
     bool was_marked[kTogether];
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) given[i] = block.IsSlot(found[i]) ? task.touched[round + 32 * i + Lane()] : 0;
-#pragma unroll
     for (int i = 0; i < kTogether; ++i) was_marked[i] = block.IsSlot(found[i]) && Protect(block, found[i]);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const int m = round + 32 * i + Lane();
       const bool is_row = block.IsRow(row[i]), is_resident = block.IsSlot(found[i]), is_missing = is_row && !is_resident;
-      if (is_resident && !was_marked[i]) task.priority[found[i]] = Clamped(given[i]);
+      if (is_missing) Mark(block, m, row[i], given[i]);
       hits += __popc(__ballot_sync(kAllLanes, is_resident && !was_marked[i]));
       missing += __popc(__ballot_sync(kAllLanes, is_missing));
       fresh += __popc(__ballot_sync(kAllLanes, is_row && block.IsNew(m)));
       is_any_repeated |= was_marked[i];
-      if (m >= block.run_end) continue;
-      const int32_t seen = is_resident ? found[i] : is_missing ? kMissing : kNoSlot;
-      block.seen[m - block.begin] = task.slots[m] = seen;
-      if (!task.are_fills_a_result) continue;
-      task.fill_rows[m] = task.fill_slots[m] = task.fill_mention[m] = task.fill_source[m] = -1;
+      if (m < block.run_end) block.seen[m - block.begin] = is_resident ? found[i] : is_missing ? kMissing : kNoSlot;
     }
     round += 32 * kTogether;
   } while (round < block.run_end);
@@ -107,7 +102,32 @@ __device__ void Look(Block<kBlocks>& block) {
   if (threadIdx.x < kBlocks) *Remote(&shared.found_of_blocks[block.rank], threadIdx.x) = shared.found;
 }
 
-// The first mention of a slot wrote its priority before the barrier; every mention may raise it.
+// What the look found goes to memory. No part of it is wanted by another block before the next barrier but one, so that the
+// next one need not wait until it is there. Of a slot that is named more than once, any of its priorities.
+template <int kBlocks>
+__device__ void WriteFound(Block<kBlocks>& block) {
+  const AllocateTask& task = block.task;
+  for (int round = block.run_begin; round < block.run_end; round += 32 * kTogether) {
+    int32_t seen[kTogether], given[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int m = round + 32 * i + Lane();
+      seen[i] = m < block.run_end ? block.seen[m - block.begin] : kNoSlot;
+      given[i] = m < block.run_end ? task.touched[m] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int m = round + 32 * i + Lane();
+      if (m >= block.run_end) continue;
+      if (seen[i] > kNoSlot) task.priority[seen[i]] = Clamped(given[i]);
+      task.slots[m] = seen[i];
+      if (!task.are_fills_a_result) continue;
+      task.fill_rows[m] = task.fill_slots[m] = task.fill_mention[m] = task.fill_source[m] = -1;
+    }
+  }
+}
+
+// Every slot that is named has one of its priorities; every mention may raise it.
 template <int kBlocks>
 __device__ void TouchRepeated(Block<kBlocks>& block) {
   const AllocateTask& task = block.task;
@@ -126,7 +146,9 @@ __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
   ClearMarks(block);
   ClusterArrive();
   Look(block);
-  ClusterSync();
+  ClusterArrive();
+  WriteFound(block);
+  ClusterWait();
   Found all{};
 #pragma unroll 4
   for (int peer = 0; peer < kBlocks; ++peer) {
@@ -137,7 +159,10 @@ __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
     const int32_t counts[kCounts] = {all.fresh, all.hits, 0, 0, all.fresh, 0};
     for (int which = 0; which < kCounts; ++which) *task.counts[which] = counts[which];
   }
-  if (all.repeated) TouchRepeated(block);
+  if (all.repeated) {
+    ClusterSync();  // any of the priorities is there
+    TouchRepeated(block);
+  }
   if (all.missing > 0) {
     Settle(block, all.missing);
     return true;
@@ -148,7 +173,11 @@ __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
     shared.first_before[threadIdx.x] = 0;
     shared.fill_of_blocks[threadIdx.x] = shared.found_of_blocks[threadIdx.x].fresh;
   }
-  __syncthreads();
+  if (task.are_fills_a_result) {
+    ClusterSync();  // what says nothing stands in the whole list, before some of it says something
+  } else {
+    __syncthreads();
+  }
   Finish(block, [](int) { return kNoSlot; });
   return true;
 }

@@ -1,10 +1,13 @@
 // How missing rows get slots. Knows the mentions as the look left them in Block::seen.
 //
-//   Mark     every mention of a missing row writes its marker into slot_of, of which the lowest, the first mention's, stays.
-//            Beside it: the bound of the lowest slots is guessed, and what lies below it collected.
+//   Mark     in the look: every mention of a missing row writes its marker into slot_of, of which the lowest, the first
+//            mention's, stays. Another look that meets a marker reads what it would have read: a number below NO_SLOT.
 //   -------- barrier
 //   Rank     they read who was first; firsts are counted in list order; later mentions hand their priority to the first;
-//            staged rows find the first mention of their row. Beside it: the collected slots are ranked.
+//            staged rows find the first mention of their row. Then the bound of the lowest slots is guessed, and what lies
+//            below it collected.
+//   -------- barrier
+//   Choose   the collected slots are ranked.
 //   -------- barrier
 //   Finish   firsts take the slot of their rank, write all maps and the fills; later mentions read the first's rank.
 //
@@ -32,14 +35,10 @@ __device__ inline int32_t Clamped(int32_t priority) { return min(max(priority, I
 // ---- Mark --------------------------------------------------------------------------------------------------------------
 
 template <int kBlocks>
-__device__ void Mark(Block<kBlocks>& block) {
-  const AllocateTask& task = block.task;
-  for (int m = block.run_begin + Lane(); m < block.run_end; m += 32) {
-    if (block.seen[m - block.begin] != kMissing) continue;
-    block.place()[m] = INT32_MAX;
-    block.best()[m] = Clamped(task.touched[m]);
-    atomicMin(task.slot_of + task.rows[m], block.MarkerOf(m));
-  }
+__device__ void Mark(Block<kBlocks>& block, int mention, int32_t row, int32_t priority) {
+  block.place()[mention] = INT32_MAX;
+  block.best()[mention] = Clamped(priority);
+  atomicMin(block.task.slot_of + row, block.MarkerOf(mention));
 }
 
 // ---- Rank --------------------------------------------------------------------------------------------------------------
@@ -101,7 +100,7 @@ __device__ void Rank(Block<kBlocks>& block) {
 
 // Whether a row had to leave the slot.
 template <int kBlocks>
-__device__ bool TakeSlot(Block<kBlocks>& block, int mention, int32_t row, int32_t slot) {
+__device__ bool TakeSlot(Block<kBlocks>& block, int32_t row, int32_t slot, int32_t priority) {
   const AllocateTask& task = block.task;
   task.slot_of[row] = slot;
   if (slot == kNoSlot) return false;  // more rows than slots: the caller broke the promise; the row stays where it is
@@ -109,7 +108,7 @@ __device__ bool TakeSlot(Block<kBlocks>& block, int mention, int32_t row, int32_
   if (block.IsRow(victim)) task.slot_of[victim] = kNoSlot;
   task.host_of[slot] = row;
   task.free[slot] = false;
-  task.priority[slot] = __ldcg(block.best() + mention);
+  task.priority[slot] = priority;
   return block.IsRow(victim);
 }
 
@@ -136,10 +135,14 @@ __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
     const bool is_new = seen != kNoSlot && block.IsNew(m);
     const unsigned firsts = __ballot_sync(kAllLanes, is_first), filled = __ballot_sync(kAllLanes, is_first || is_new);
     const unsigned below = (1u << Lane()) - 1;
+    // Together, and before any of them is waited for.
+    const int32_t row = is_first || is_new ? task.rows[m] : kNoRow;
+    const int32_t best = is_first ? __ldcg(block.best() + m) : 0;
+    const int32_t place = is_first ? __ldcg(block.place() + m) : INT32_MAX;
     int32_t slot = seen;
     if (is_first) {
       slot = slot_of_rank(next_first + __popc(firsts & below));
-      evicted += TakeSlot(block, m, task.rows[m], slot);
+      evicted += TakeSlot(block, row, slot, best);
     } else if (seen < kNoSlot) {
       const int first = block.MentionOf(seen);
       slot = slot_of_rank(shared.first_before[first / task.segment] + __ldcg(block.order() + first));
@@ -149,14 +152,14 @@ __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
       int32_t source = kSourceHost;
       if (is_new) {
         source = m / task.per_seat * task.new_per_seat + m % task.per_seat;
-      } else if (const int32_t place = __ldcg(block.place() + m); place != INT32_MAX) {
+      } else if (place != INT32_MAX) {
         source = new_rows + place;
         ++useful;
       } else {
         ++recalled;
       }
       const int to = next_fill + __popc(filled & below);
-      task.fill_rows[to] = task.rows[m];
+      task.fill_rows[to] = row;
       task.fill_slots[to] = slot;
       task.fill_mention[to] = m;
       task.fill_source[to] = source;
@@ -180,16 +183,10 @@ __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
 template <int kBlocks>
 __device__ void Settle(Block<kBlocks>& block, int missing) {
   auto& shared = block.shared;
-  Mark(block);
-  WaitForCopies();
-  __syncthreads();
+  WaitForCopies();  // there for the block by the barrier within Rank
+  Rank(block);
   const bool is_guessed = missing <= min(kMostGuessed, block.task.device_slots);
   if (is_guessed) Collect(block, FindGuess(block, BoundRank(missing, block.task.device_slots)));
-  ClusterSync();
-  Rank(block);
-  const int candidates = is_guessed ? Candidates(block) : 0;
-  const bool is_enough = is_guessed && candidates >= missing && candidates <= kMostCandidates;
-  if (is_enough) RankCandidates(block, candidates, missing);
   ClusterSync();
   int rows = 0;
 #pragma unroll 4
@@ -197,7 +194,13 @@ __device__ void Settle(Block<kBlocks>& block, int missing) {
     if (static_cast<int>(threadIdx.x) == peer) shared.first_before[peer] = rows;
     rows += shared.first_of_blocks[peer];
   }
-  __syncthreads();
+  bool is_enough = false;
+  if (is_guessed) {
+    const int candidates = Candidates(block);
+    is_enough = candidates >= missing && candidates <= kMostCandidates;
+    if (is_enough) RankCandidates(block, candidates, missing);
+    ClusterSync();  // the choice is there; or, where all slots are gone through, every block has read why
+  }
   if (is_enough) {
     Finish(block, [&](int rank) { return shared.guess.taken[rank]; });
   } else {

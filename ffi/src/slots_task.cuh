@@ -64,7 +64,7 @@ struct GuessShared {
     struct {
       uint32_t samples[kSamples];  // keys of all blocks' samples in order of slots, the lowest priority the highest key
       top_k::Scratch kth;
-      Range ranges[kWarps];
+      uint32_t lows[kWarps], highs[kWarps];
       int32_t totals[kWarps];
     };
     uint64_t all[kMostCandidates];  // of all blocks

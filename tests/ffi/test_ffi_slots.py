@@ -21,7 +21,7 @@ from echo_jax.config import CacheConfig
 from echo_jax.eviction import Lru
 from echo_jax.formats import KeyFormat, RecordFormat
 from echo_jax.threshold import Never
-from echo_jax.types import NO_ROW, LayerState, SlotMaps, Staging
+from echo_jax.types import FREE_PRIORITY, NO_ROW, NO_SLOT, LayerState, SlotMaps, Staging
 from tests import slot_histories as histories
 from tests.ffi.conftest import CPU, on_device
 from tests.test_slot_manager import assert_equal
@@ -54,6 +54,35 @@ def test_maps_are_updated_in_place(device):
         assert int(allocation.fills.count) == 4 - int(allocation.hits)
         maps = drop(maps, on_device(np.arange(HOST_ROWS) == start), implementation="ffi")
         assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(maps)] == before
+
+
+# Two seats, each with a new row and five selected ones, of rows 0 to 5 in slots 0 to 5 of 8.
+WAYS = {
+    "guessed": (40, 1, 41, 2, 41, -1, 42, 3, 40, 1, 43, -1),
+    "counted": (40, 41, 42, 43, 40, 41, 42, 43, 40, 41, 0, 1),  # more mentions of missing rows than slots
+    "new_rows_with_slots": (0, 2, 3, -1, -1, -1, 1, 4, 5, -1, -1, -1),  # each once
+    "nothing_to_fill": (-1, 1, 2, 3, 5, -1, -1, 4, 2, 0, 3, -1),
+}
+
+
+def few_rows() -> SlotMaps:
+    """The maps of WAYS, by NumPy."""
+    slots, used = np.arange(SLOTS, dtype=np.int32), 6
+    slot_of, arrays = np.full(HOST_ROWS, NO_SLOT, np.int32), {}
+    slot_of[:used] = slots[:used]
+    arrays["host_of"] = np.where(slots < used, slots, NO_ROW)
+    arrays["priority"] = np.where(slots < used, slots, FREE_PRIORITY).astype(np.int32)
+    return SlotMaps(slot_of=slot_of, free=slots >= used, **arrays)  # pyright: ignore[reportArgumentType]
+
+
+def test_every_way_of_a_call(device):
+    """What the kernel decides by: rows missing or none, few or many; small enough to be watched access by access."""
+    maps = jax.tree.map(on_device, few_rows())
+    forms = functools.partial(pool.allocate, per_seat=6, new_per_seat=1)
+    ours, specified = (jax.jit(functools.partial(forms, implementation=form)) for form in ("ffi", "jnp"))
+    for number, way in enumerate(WAYS.values()):
+        lists = numbers(*way), numbers(*range(20 * number, 20 * number + len(way))), numbers(41, -1, 43, 50)
+        assert_equal(*jax.device_get((ours(maps, *lists), specified(maps, *lists))))
 
 
 def test_without_donation_the_argument_stays(device):
@@ -198,7 +227,7 @@ def test_require_in_one_call_is_allocate_then_recall(library, device, records):
     require = jax.jit(recall.require, static_argnums=0)
     table = random.permutation(config.host_rows).reshape(SEATS, CAPACITY).astype(np.int32)
     moved = None
-    for step in range(8):
+    for step in range(5):
         length = np.full(SEATS, 200 + step, np.int32)
         view = recall.StepView(
             *(
@@ -391,6 +420,19 @@ def check_history(emulator, case, seed, steps, *, blocks, is_tight=False):
 def test_the_kernel_of_the_gpu_emulated(library, emulator, case, is_tight):
     """A cluster of two blocks of 1024 threads."""
     check_history(emulator, case, 1, 4, blocks=2, is_tight=is_tight)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_the_kernel_emulated(library, emulator, way):
+    """The second seat is the twelfth here, so that both blocks have a part of the list."""
+    rows = np.full(72, NO_ROW, np.int32)
+    rows[:6], rows[-6:] = WAYS[way][:6], WAYS[way][6:]
+    lists = rows, np.arange(len(rows), dtype=np.int32), np.asarray([41, -1, 43, 50], np.int32)
+    sizes = {"per_seat": 6, "new_per_seat": 1}
+    expected = jax.device_get(jax.jit(functools.partial(allocate, **sizes))(*jax.device_put((few_rows(), *lists), CPU)))
+    for seed in range(16):
+        run = {"blocks": 2, "shared_limit": GPU_SHARED_BYTES, "seed": seed}
+        assert_equal(emulate(emulator, few_rows(), *lists, **sizes, **run), expected)
 
 
 @pytest.mark.slow

@@ -113,8 +113,19 @@ class Gpu {
       bool has_moved = false;
       std::shuffle(blocks.begin(), blocks.end(), random_);
       for (const size_t block : blocks) has_moved |= RunBlock(block);
-      if (!has_moved) throw std::runtime_error("threads wait for a barrier that not all of them reach");
+      if (!has_moved && !has_lingered_) throw std::runtime_error("threads wait for a barrier that not all of them reach");
+      ++next_turn_.generation;
+      has_lingered_ = false;
+      lingers_ = random_();
     }
+  }
+
+  // A thread that has arrived, and does something before it waits, may be slower than those that wait already: in half of
+  // the blocks, others each turn, it goes on when all blocks have had theirs.
+  void Linger() {
+    if (!(lingers_ >> running_->block % 64 & 1)) return;
+    has_lingered_ = true;
+    Wait(next_turn_, next_turn_.generation);
   }
 
   Fiber& running() { return *running_; }
@@ -224,7 +235,9 @@ class Gpu {
   std::vector<Barrier> block_barriers_;
   std::vector<std::map<unsigned, Exchange>> warps_;
   std::vector<Fiber> fibers_;
-  Barrier cluster_;
+  Barrier cluster_, next_turn_;
+  uint64_t lingers_ = random_();  // a bit of each block
+  bool has_lingered_ = false;
   jmp_buf scheduler_;
   Fiber* running_ = nullptr;
   size_t left_ = 0;
@@ -291,6 +304,16 @@ inline int __reduce_add_sync(unsigned mask, int value) {
   return sum;
 }
 
+inline unsigned __reduce_min_sync(unsigned mask, unsigned value) {
+  const uint64_t* values = emulate::Here().Trade(mask, emulate::Pack(value));
+  unsigned lowest = ~0u;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    if (mask >> lane & 1) lowest = std::min(lowest, emulate::Unpack<unsigned>(values[lane]));
+  }
+  return lowest;
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) { return ~__reduce_min_sync(mask, ~value); }
+
 inline void __threadfence() {}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
@@ -338,6 +361,7 @@ inline unsigned BlockOfCluster() { return static_cast<unsigned>(emulate::Here().
 inline void ClusterArrive() {
   emulate::Here().running().cluster_generation = emulate::Here().cluster().generation;
   emulate::Here().cluster().Arrive();
+  emulate::Here().Linger();
 }
 inline void ClusterWait() {
   emulate::Here().Wait(emulate::Here().cluster(), emulate::Here().running().cluster_generation);

@@ -35,13 +35,6 @@ inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vo
 inline uint32_t __reduce_add_sync(unsigned mask, uint32_t value) {
   return static_cast<uint32_t>(__reduce_add_sync(mask, static_cast<int>(value)));
 }
-inline uint32_t __reduce_max_sync(unsigned mask, uint32_t value) {
-  const uint64_t* values = emulate::Here().Trade(mask, value);
-  uint32_t highest = 0;
-  for (unsigned lane = 0; lane < 32; ++lane) highest = max(highest, static_cast<uint32_t>(values[lane]));
-  return highest;
-}
-inline uint32_t __reduce_min_sync(unsigned mask, uint32_t value) { return ~__reduce_max_sync(mask, ~value); }
 
 #include "top_k_kernel.cuh"
 
