@@ -2,8 +2,10 @@
 
     python -m bench.sanitize [ffi | indexer_scores] [--limit 65]      about 60 s on one GPU
 
-The two tools run side by side, each in a process of its own, over the tests of a target named below, and look at the
-kernels whose names its filter takes; XLA's own are not ours to judge. Each tool must also find the faults of
+The tests of a target named below are run by both tools, part by part, in processes side by side, and the tools look at
+the kernels whose names the target's filter takes; XLA's own are not ours to judge. racecheck follows every access to
+shared memory and is slow where memcheck is not, above all in the slot manager's cluster of 16,384 threads: it is given
+that kernel's ways once each, at the smallest sizes that take them. Each tool must also find the faults of
 bench/faulty.cu, by the filter of ffi: where nothing is found there, nothing found here says nothing. XLA allocates
 every buffer by itself, so that a step past the end of one shows, and forms no CUDA graphs.
 
@@ -35,57 +37,77 @@ TOOLS = ("memcheck", "racecheck")
 class Target:
     """Kernels to look at, and tests that run them at sizes that end soon.
 
-    kernels   compute-sanitizer's filter of names
-    claim     that the number answers, if any
+    kernels        compute-sanitizer's filter of names
+    claim          that the number answers, if any
+    parts          tests by the process that runs them
+    memcheck_only  more tests of a part, too many launches for racecheck
     """
 
     kernels: str
     claim: str | None
-    tests: tuple[str, ...]
+    parts: dict[str, tuple[str, ...]]
+    memcheck_only: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def tests(self, tool: str, part: str) -> tuple[str, ...]:
+        return self.parts[part] + (self.memcheck_only.get(part, ()) if tool == "memcheck" else ())
 
 
 SCORES = "tests/kernels/test_indexer_scores.py::test_the_kernel_on_the_gpu"
 TARGETS = {
-    # Rows of whole 16 bytes and of single words, lists longer than the warps, numbers outside; slots with and without
-    # eviction; rows of scores that are sampled and divided among blocks.
+    # Rows of whole 16 bytes and of single words, lists longer than the warps, numbers outside; slots by every way of
+    # the kernel, and with their records; rows of scores that are sampled and divided among blocks.
     "ffi": Target(
         "kns=echo_ffi",
         "B.sanitizer",
-        (
-            "tests/ffi/test_ffi_rows.py::test_read_rows[pinned-gpu-bf16-mixed]",
-            "tests/ffi/test_ffi_rows.py::test_recall[pinned-gpu-bf16-mixed]",
-            "tests/ffi/test_ffi_rows.py::test_recall[pinned-gpu-f32-mixed]",
-            "tests/ffi/test_ffi_rows.py::test_write_back[pinned-gpu-bf16-with_padding]",
-            "tests/ffi/test_ffi_rows.py::test_copy_rows[pinned-gpu-bf16-padding_on_either_side]",
-            "tests/ffi/test_ffi_gpu.py::test_numbers_outside_are_skipped[u32]",
-            "tests/ffi/test_ffi_gpu.py::test_a_long_list_of_many_lengths",
-            "tests/ffi/test_ffi_slots.py::test_maps_are_updated_in_place[gpu]",
-            "tests/ffi/test_ffi_slots.py::test_any_negative_row_is_padding[gpu]",
-            "tests/test_slot_manager.py::test_a_random_history[duplicates-gpu]",
-            "tests/ffi/test_ffi_top_k.py::test_corner_on_a_gpu[tie_at_threshold-f32]",
-            "tests/ffi/test_ffi_top_k.py::test_corner_on_a_gpu[normal-bf16]",
-        ),
+        {
+            "rows": (
+                "tests/ffi/test_ffi_rows.py::test_read_rows[pinned-gpu-bf16-mixed]",
+                "tests/ffi/test_ffi_rows.py::test_recall[pinned-gpu-bf16-mixed]",
+                "tests/ffi/test_ffi_rows.py::test_recall[pinned-gpu-f32-mixed]",
+                "tests/ffi/test_ffi_rows.py::test_write_back[pinned-gpu-bf16-with_padding]",
+                "tests/ffi/test_ffi_rows.py::test_copy_rows[pinned-gpu-bf16-padding_on_either_side]",
+                "tests/ffi/test_ffi_gpu.py::test_numbers_outside_are_skipped[u32]",
+                "tests/ffi/test_ffi_gpu.py::test_a_long_list_of_many_lengths",
+            ),
+            "slots": ("tests/ffi/test_ffi_slots.py::test_every_way_of_a_call[gpu]",),
+            "require": (
+                "tests/ffi/test_ffi_slots.py::test_require_in_one_call_is_allocate_then_recall[gpu-few_words]",
+            ),
+            "top_k": (
+                "tests/ffi/test_ffi_top_k.py::test_corner_on_a_gpu[tie_at_threshold-f32]",
+                "tests/ffi/test_ffi_top_k.py::test_corner_on_a_gpu[normal-bf16]",
+            ),
+        },
+        {
+            "slots": (
+                "tests/ffi/test_ffi_slots.py::test_maps_are_updated_in_place[gpu]",
+                "tests/ffi/test_ffi_slots.py::test_any_negative_row_is_padding[gpu]",
+                "tests/test_slot_manager.py::test_a_random_history[duplicates-gpu]",
+            ),
+        },
     ),
     # Lengths of nothing, one and an odd number, a cut tile, pages without a number, several query rows, both formats,
     # and every stage and buffer used again.
     "indexer_scores": Target(
         "kns=indexer_scores",
         None,
-        (
-            f"{SCORES}[zero_length-fp8-1x8]",
-            f"{SCORES}[length_not_multiple_of_page-fp8-1x8]",
-            f"{SCORES}[length_not_multiple_of_page-bf16-1x8]",
-            f"{SCORES}[rows_differ-fp8-3x16]",
-            f"{SCORES}[rows_differ-bf16-4x16]",
-            f"{SCORES}[four_heads-fp8-1x4]",
-            f"{SCORES}[normal-fp8-2x64]",
-            f"{SCORES}[many_tiles-fp8-4x64]",
-            f"{SCORES}[many_tiles-bf16-1x32]",
-        ),
+        {
+            "scores": (
+                f"{SCORES}[zero_length-fp8-1x8]",
+                f"{SCORES}[length_not_multiple_of_page-fp8-1x8]",
+                f"{SCORES}[length_not_multiple_of_page-bf16-1x8]",
+                f"{SCORES}[rows_differ-fp8-3x16]",
+                f"{SCORES}[rows_differ-bf16-4x16]",
+                f"{SCORES}[four_heads-fp8-1x4]",
+                f"{SCORES}[normal-fp8-2x64]",
+                f"{SCORES}[many_tiles-fp8-4x64]",
+                f"{SCORES}[many_tiles-bf16-1x32]",
+            )
+        },
     ),
 }
 
-TESTS = tuple(test for target in TARGETS.values() for test in target.tests)
+TESTS = tuple(test for target in TARGETS.values() for part in target.parts for test in target.tests("memcheck", part))
 
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
@@ -159,8 +181,14 @@ def main() -> None:
     sanitizer, nvcc = tool_path("compute-sanitizer"), tool_path("nvcc")
     folder = Path(tempfile.mkdtemp(prefix="echo_sanitize_"))
 
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *target.tests]
-    runs = {tool: start(sanitizer, tool, tool, target.kernels, tests, folder) for tool in TOOLS}
+    pytest = [sys.executable, "-m", "pytest", "-v", "--durations=0", "-p", "no:cacheprovider", "-m", "gpu"]
+    runs = {
+        (tool, part): start(
+            sanitizer, tool, f"{tool}_{part}", target.kernels, [*pytest, *target.tests(tool, part)], folder
+        )
+        for tool in reversed(TOOLS)  # the slower one first
+        for part in target.parts
+    }
     faulty = folder / "faulty"
     subprocess.run([nvcc, "-arch=sm_90a", str(ROOT / "bench" / "faulty.cu"), "-o", str(faulty)], check=True)
     controls = {
@@ -172,14 +200,14 @@ def main() -> None:
         seeded, _, _ = controls[tool].found(deadline)
         if not seeded:
             problems.append(f"{tool} found {seeded} faults in bench/faulty.cu, which has some")
-    for tool in TOOLS:
-        count, status, seconds = runs[tool].found(deadline)
-        said.append(f"{tool}: {count} findings, tests ended with status {status}, {seconds:.0f} s")
+    for (tool, part), run in reversed(runs.items()):
+        count, status, seconds = run.found(deadline)
+        said.append(f"{tool} of {part}: {count} findings, tests ended with status {status}, {seconds:.0f} s")
         print(said[-1], flush=True)
         if count is None or status != 0:
-            problems.append(f"{tool} did not end, or a test failed: status {status}")
+            problems.append(f"{tool} of {part} did not end, or a test failed: status {status}")
         if count or count is None or status != 0:
-            for path in (runs[tool].log, runs[tool].output):
+            for path in (run.log, run.output):
                 text = path.read_text(errors="replace") if path.exists() else ""
                 print(f"--- {path.name}, its end\n{text[-2500:]}")
         total += count or 0
@@ -196,7 +224,7 @@ def main() -> None:
         unit="",
         file="gpu_sanitizer.jsonl",
         method="sum of memcheck's errors and racecheck's hazards; both find the faults of bench/faulty.cu",
-        shapes={"tests": len(target.tests)},
+        shapes={"tests": sum(len(target.tests("memcheck", part)) for part in target.parts)},
         notes="; ".join(said),
     )
     print(f"recorded: {total} findings; both tools found the faults of bench/faulty.cu")

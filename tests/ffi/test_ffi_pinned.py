@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -133,11 +134,21 @@ def test_memory_of_the_library(name):
     assert _pinned.held_by_library() == held + size
     jax.block_until_ready(pool)
     del pool
-    # XLA lets go of a buffer on a thread of its own, after the last program that had it.
+    # XLA lets go of a buffer on a thread of its own, after the last program that had it. What such a thread drops of
+    # Python's, jaxlib keeps until Python's collector runs, and a sleep alone never runs it.
     deadline = time.monotonic() + 5
+    gc.collect()
     while _pinned.held_by_library() != held and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert _pinned.held_by_library() == held
+        time.sleep(0.05)
+        gc.collect()
+    assert _pinned.held_by_library() == held, f"held after its arrays have gone; {holders_of(shape)}"
+
+
+def holders_of(shape: tuple[int, ...]) -> str:
+    """Which arrays of a shape are still there, and what kind of Python object has each."""
+    found = [array for array in jax.live_arrays() if array.shape == shape]
+    kinds = [sorted({type(by).__name__ for by in gc.get_referrers(array) if by is not found}) for array in found]
+    return f"JAX's arrays of its shape: {kinds}" if found else "no array of JAX has its shape: a buffer below them"
 
 
 @pytest.mark.gpu
