@@ -21,6 +21,7 @@ from bench.prefetch_calls import FORMATS, SETS, K, Start, inputs, lists, missing
 from echo_jax import hostmem
 from pallas_kernels import indexer_prefetch, indexer_scores
 from pallas_kernels.indexer_prefetch import ahead, cases
+from pallas_kernels.indexer_prefetch.shape import Tuning
 
 LONG = (16, 131_072)
 STRESSED = (8, 65_536)
@@ -50,7 +51,7 @@ class Watchdog:
 any_scores = jax.jit(functools.partial(indexer_scores, implementation="mosaic_gpu"))
 any_prefetch = jax.jit(functools.partial(indexer_prefetch, implementation="mosaic_gpu"), static_argnames="staging")
 long_scores = jax.jit(score)
-long_prefetch = jax.jit(prefetch, static_argnames="staging")
+long_prefetch = jax.jit(prefetch, static_argnames=("staging", "tuning"))
 
 
 def check() -> None:
@@ -81,7 +82,7 @@ def check_every_format() -> None:
             sys.exit(1)
 
 
-def check_long(records: str) -> int:
+def check_long(records: str, tuning: Tuning | None = None) -> int:
     """At the measured shape, what staged records, lists, counts and scores are not as they should be."""
     given, misses = inputs(*LONG), K // 2
     host_rows = given.seats * given.length
@@ -92,7 +93,8 @@ def check_long(records: str) -> int:
         staged = min(cap, misses)
         shared = shared_of(given, host_pool, cap)
         one, layer = given.sets[number], jnp.int32(number % host_pool.shape[0])
-        found = long_prefetch(start, one.query, one.threshold, maps[number].slot_of, shared, layer, staging=misses)
+        asked_of = (start, one.query, one.threshold, maps[number].slot_of, shared, layer)
+        found = long_prefetch(*asked_of, staging=misses, tuning=tuning)
         wanted = long_scores(start, one.query, shared)
         again = jax.jit(hostmem.read_rows)(host_pool, layer, found.rows.reshape(-1))
         is_staged = np.asarray(found.rows).reshape(-1) >= 0

@@ -21,8 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _mosaic
 from pallas_kernels.indexer_prefetch import ahead
 from pallas_kernels.indexer_prefetch.above import Above
-from pallas_kernels.indexer_prefetch.ahead import Ahead, Shape, Watched
+from pallas_kernels.indexer_prefetch.ahead import Ahead, Watched
 from pallas_kernels.indexer_prefetch.reference import WORD, Prefetched
+from pallas_kernels.indexer_prefetch.shape import Shape
+from pallas_kernels.indexer_prefetch.shape import Tuning as PrefetchTuning
 from pallas_kernels.indexer_scores import mosaic_gpu as scores
 from pallas_kernels.indexer_scores.mosaic_gpu import PAGE, WEIGHTS, WIDTH, Refs, Tuning
 
@@ -55,7 +57,7 @@ def score_and_prefetch(
     record = tuple(host_pool.shape[2:])
     shape = Shape(
         *(seats, rows, heads, page_numbers.shape[1], query.dtype == jnp.float8_e4m3fn),
-        *(ahead.Tuning.of(tuning), interpret is not None),
+        *(PrefetchTuning.of(tuning), interpret is not None),
         staging=staging,
         host_rows=host_pool.shape[1],
         record=record,

@@ -13,7 +13,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.indexer_prefetch import ahead, cases
-from pallas_kernels.indexer_prefetch.ahead import Tuning
+from pallas_kernels.indexer_prefetch.shape import Shape, Tuning
 from pallas_kernels.indexer_scores import cases as scores
 from tests.kernels.warp import LANES, Warp
 
@@ -24,17 +24,42 @@ PREFETCH_WARPS = 20  # of the block: four warpgroups of maths and one that loads
 ONE_BLOCK = Tuning(math=4, blocks=1)
 CUT_TILES = Tuning(math=3, blocks=5, fetchers=1)
 CUT_RUNS = Tuning(math=2, blocks=3, run=2, fetchers=4)
+TRIPS = {  # of a warp's two or three tiles, of one seat or both
+    "of_up_to_four": Tuning(math=1, blocks=1, fetchers=1, trip=4),
+    "of_cut_runs": Tuning(math=1, blocks=1, fetchers=1, trip=3, run=3),
+    "of_two": Tuning(math=1, blocks=2, fetchers=1, trip=2),
+}
+OF_TRIPS = [
+    case
+    for case in cases.CORNERS
+    if case.name in ("list_overflows", "cap_zero_and_one", "everything_passes", "staging_exactly_full", "rows_differ")
+]
 
 
 def words(array):
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def kernel(inputs, found, tuning):
-    """What the prefetch role of all blocks makes of scores f32[B, T, P]; the last block goes first."""
+class Napping(Warp):
+    """What is still to come goes on while this warp naps."""
+
+    def __init__(self, warp, memory, to_come):
+        super().__init__(warp, memory)
+        self.to_come = to_come
+
+    def step(self, line):
+        if line.startswith("nanosleep"):
+            self.to_come.pop(0)()  # IndexError: it waits for what does not come
+        return super().step(line)
+
+
+def kernel(inputs, found, tuning, is_late=False):
+    """What the prefetch role of all blocks makes of scores f32[B, T, P]; the last block goes first. If `is_late`, tiles
+    are scored one by one, whenever a warp naps, else all before it begins.
+    """
     seats, rows, _ = found.shape
     page_numbers, host_pool = inputs.scored[3], inputs.host_pool
-    shape = ahead.Shape(
+    shape = Shape(
         *(seats, rows, 8, page_numbers.shape[1], True, tuning, False),
         staging=inputs.staging,
         host_rows=host_pool.shape[1],
@@ -56,11 +81,15 @@ def kernel(inputs, found, tuning):
             Warp(PREFETCH_WARPS + warp, {64: verdicts}).run(ahead.clearing(shape), 64)
         assert not verdicts.any()
         work = max(0, -(-(seats * shape.runs - block) // tuning.blocks)) * tuning.run
+        to_come = []
         for index in range(work):
             seat, of_seat = divmod(block + index // tuning.run * tuning.blocks, shape.runs)
-            score_tile(shape, inputs, found, verdicts, index, seat, of_seat * tuning.run + index % tuning.run)
+            tile = of_seat * tuning.run + index % tuning.run
+            to_come.append(functools.partial(score_tile, shape, inputs, found, verdicts, index, seat, tile))
+        while to_come and not is_late:
+            to_come.pop(0)()
         for warp in reversed(range(shape.fetchers * ahead.WARPS)):
-            role = Warp(PREFETCH_WARPS + warp, {64: verdicts, **device})
+            role = Napping(PREFETCH_WARPS + warp, {64: verdicts, **device}, to_come)
             role.run(ahead.program(shape), 64, *addresses, block, work)
     count = np.minimum(candidates + 1, np.clip(inputs.cap, 0, inputs.staging))
     return found, listed, records, count, candidates + 1 - count
@@ -94,6 +123,23 @@ def test_the_ptx_keeps_every_promise(case, tuning):
     inputs.judge(kernel(inputs, found, tuning), found)
 
 
+@pytest.mark.parametrize("case", OF_TRIPS, ids=cases.identifier)
+@pytest.mark.parametrize("tuning", TRIPS.values(), ids=TRIPS)
+def test_trips_keep_every_promise(case, tuning):
+    """Of several tiles, seats and candidates of a lane."""
+    inputs = cases.make(case)
+    found = np.asarray(plain_scores()(*inputs.scored))
+    inputs.judge(kernel(inputs, found, tuning), found)
+
+
+@pytest.mark.parametrize("tuning", [dataclasses.replace(ONE_BLOCK, math=1), *TRIPS.values()], ids=["tiles", *TRIPS])
+def test_tiles_are_taken_as_they_are_scored(tuning):
+    """A tile is scored whenever a warp naps: some trips are of one tile, later warps find several, and none is lost."""
+    inputs = cases.make(next(case for case in OF_TRIPS if case.name == "everything_passes"))
+    found = np.asarray(plain_scores()(*inputs.scored))
+    inputs.judge(kernel(inputs, found, tuning, is_late=True), found)
+
+
 def test_a_score_that_is_not_a_number_is_no_candidate():
     """And an infinite one is, where the threshold is finite."""
     inputs = cases.make(dataclasses.replace(cases.CORNERS[0], resident=0.0))
@@ -120,7 +166,7 @@ def test_rows_beyond_two_gib_are_found():
     found = np.asarray(plain_scores()(*inputs.scored))
     first, count = 109_999 * 64, 64
     host_rows = first + count
-    shape = ahead.Shape(
+    shape = Shape(
         *(1, 1, 8, 1, True, Tuning(math=1, blocks=1, fetchers=1), False),
         staging=64,
         host_rows=host_rows,
