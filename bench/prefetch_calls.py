@@ -184,6 +184,13 @@ def lists(given: Inputs, misses: int, cap: int, staging: int) -> list[Lists]:
     return found
 
 
+def disordered(wanted: Lists) -> Lists:
+    """The same rows, none of them staged, in an order drawn once: as candidates come, not as their addresses go."""
+    rows, count = np.array(wanted.rows), int(wanted.count)
+    rows[:count] = np.random.default_rng(3).permutation(rows[:count])
+    return wanted._replace(rows=jnp.asarray(rows), source=jnp.full_like(wanted.source, SOURCE_HOST))
+
+
 @functools.cache
 def _some_slots(seats: int) -> list[np.ndarray]:
     random = np.random.default_rng(2)
@@ -195,6 +202,13 @@ def pool_shape(records: str, host_rows: int) -> jax.ShapeDtypeStruct:
     form = FORMATS[records]
     layers = max(3, POOL_BYTES // (host_rows * form.bytes_per_row))
     return on_host((layers, host_rows, *form.shape), form.dtype)
+
+
+@functools.cache
+def unwritten_pool_of(records: str, host_rows: int) -> jax.Array:
+    """Some 9 GiB of zeros in pinned memory: enough where only time is asked for."""
+    shape = pool_shape(records, host_rows)
+    return jax.block_until_ready(hostmem.create_pool(shape.shape, shape.dtype, hostmem.HostMemory.PINNED))
 
 
 @functools.cache
@@ -297,13 +311,6 @@ def fused(records, changing, shared: Shared, layer, staging: int, middle: int = 
         records = mark(records, (found.scores, found.records), number=middle)
     staged = found.records.reshape(-1, *records.shape[1:])
     return _fill(records, shared, layer, wanted, staged), found.scores
-
-
-def ahead(records, changing, shared: Shared, layer, staging: int):
-    """Scores with prefetch, and nothing after it."""
-    start, query, threshold, slot_of, _ = changing
-    found = prefetch(start, query, threshold, slot_of, shared, layer, staging)
-    return records, (found.scores, found.records)
 
 
 def _fill(records, shared: Shared, layer, wanted: Lists, staged):

@@ -1,7 +1,7 @@
 """The two roads of the prefetch benches, measured at one shape and one record format: points, other caps, a timeline.
 
-It knows how a program is compiled and called for a point, what is printed and which rows are written. It knows no
-claim. What a call is stands in `prefetch_calls`, how long it takes in `prefetch_timing`.
+It knows how often a program is called for a point, what is printed and which rows are written. It knows no claim. What
+a call is stands in `prefetch_calls`, what is compiled in `prefetch_jobs`, how long it takes in `prefetch_timing`.
 
 The limit of a gain is (indexer + link) / max(indexer, link): both alone, in this run, by the same clock. Without
 overlap is the faster of the two in turn and of the sum of both alone.
@@ -10,9 +10,7 @@ overlap is the faster of the two in turn and of the sum of both alone.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -22,16 +20,16 @@ from bench import harness
 from bench import prefetch_calls as calls
 from bench import prefetch_timing as timing
 from bench.harness import Measurement
-from bench.prefetch_calls import FORMATS, SLOTS, Inputs, K, Shared, Start, misses_at
+from bench.prefetch_calls import FORMATS, SLOTS, Inputs, K, misses_at
 from bench.prefetch_checks import FILE
+from bench.prefetch_jobs import MIDDLE, STAGING, WAYS
 from echo_jax import threshold
 from echo_jax.types import SlotMaps
 
-CAPS = (0, 16, 32, 64, 128, 192, 256, 384, 512, 1024)
-STAGING = {"short": 1024, "whole": 512}  # places of a seat
-WAYS = ("resident", "in turn", "fused", "second stream")
+CAPS = (0, 32, 64, 96, 128, 160, 192, 256, 384, 512, 1024)
+PROBED = (0, 64, 96, 128, 160, 192, 256, 384)  # caps, of which the rule chooses one or what lies between two
+SLACK = 0.1  # of the scores' time: what prefetch may take longer than they do
 REPEATS_OF_MANY = 14  # where many values stand in a line
-MIDDLE = 2  # the mark between scores and recall, where they are timed apart
 METHOD = (
     "CUDA events around a call, {repeats} calls, median; L2 overwritten before each; queries, maps and rows change "
     "from call to call, layer after layer of a pinned pool; FP8 keys, 64 heads"
@@ -51,7 +49,8 @@ class Point:
     link: Measurement
     in_turn: Measurement
     fused: Measurement
-    ahead: Measurement  # every miss staged, and nothing after it
+    ahead: Measurement  # scores and prefetch of every miss, and nothing after it
+    disordered: Measurement  # the recall alone, of the same rows in no order
 
     @property
     def without(self) -> float:
@@ -83,70 +82,11 @@ class Point:
     def notes(self) -> str:
         return (
             f"{self.records} records: indexer alone {self.indexer.median:.1f} us, recall alone {self.link.median:.1f} "
-            f"us, in turn {self.in_turn.median:.1f} us, fused {self.fused.median:.1f} us with cap {self.cap}; every "
+            f"us and {self.disordered.median:.1f} us in no order, in turn {self.in_turn.median:.1f} us, fused "
+            f"{self.fused.median:.1f} us with cap {self.cap}; every "
             f"miss staged, and no recall, {self.ahead.median:.1f} us; ratio {self.ratio:.3f}, limit {self.limit:.3f}, "
             f"gain {self.gain:.3f}"
         )
-
-
-# ---- what is compiled ------------------------------------------------------------------------------------------------
-
-
-def jobs_of(seats: int, length: int, records: str, pool: Any, is_whole: bool) -> dict[str, timing.Job]:
-    """Every program of a shape and a format, by name; of arrays only shapes and types are needed."""
-
-    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    form, host_rows, slots = FORMATS[records], pool.shape[1], seats * SLOTS
-    held = array(slots, *form.shape, dtype=form.dtype)
-    maps = SlotMaps(array(host_rows), array(slots), array(slots), array(slots, dtype=bool))
-    pages = array(seats * length // calls.PAGE, calls.PAGE * (calls.WIDTH + 4), dtype=jnp.uint8)
-    shared = Shared(
-        *(array(seats, 1, calls.HEADS, dtype=jnp.float32), pages, array(seats, length // calls.PAGE)),
-        *(array(seats, length), array(seats), array(seats), pool),
-    )
-    query = array(seats, 1, calls.HEADS, calls.WIDTH, dtype=jnp.float8_e4m3fn)
-    limits = array(seats, dtype=jnp.float32)
-    entry = array(seats * calls.MOST_MISSES)
-
-    def start(road: str) -> Start:
-        return Start(array(seats, 1), (array(seats), array(seats, STAGING[road])))
-
-    found = {}
-    changing = (start("short"), query, limits, array(host_rows), calls.Lists(entry, entry, entry, array()))
-    sized = dict(staging=STAGING["short"])
-    for name, program in (
-        *(("resident", calls.resident), ("link", calls.link), ("in turn", calls.in_turn)),
-        *(("fused", functools.partial(calls.fused, **sized)), ("ahead", functools.partial(calls.ahead, **sized))),
-        ("timeline", functools.partial(calls.fused, **sized, middle=MIDDLE)),
-    ):
-        found[name] = timing.Job(program, held, changing, shared)
-    if is_whole:
-        config = calls.config_of(seats, length, records, host_rows, STAGING["whole"])
-        for way in WAYS:
-            program = functools.partial(calls.whole, config=config, way=way)
-            found[f"whole {way}"] = timing.Job(program, held, (start("whole"), query, limits, limits, maps), shared)
-    return found
-
-
-class Compiling:
-    """Programs on their way, compiled side by side while pools are made; `result` waits for one."""
-
-    def __init__(self, threads: int):
-        timing.build()
-        self.executor = ThreadPoolExecutor(threads)
-        self.futures: dict[Any, Future[Any]] = {}
-
-    def add(self, key: Any, jobs: dict[str, timing.Job]) -> None:
-        for name, job in jobs.items():
-            self.futures[key, name] = self.executor.submit(timing.compile_one, job)
-
-    def result(self, key: Any, name: str) -> Any:
-        return self.futures.pop((key, name)).result()
-
-
-# ---- measured --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -170,10 +110,12 @@ class Bound:
         cap: int,
         repeats: int | None = None,
         keep: Callable[[Any], None] | None = None,
+        is_ordered: bool = True,
     ) -> Measurement:
         """us of a program of the short road."""
         maps = self.maps(misses)
         wanted = calls.lists(self.given, misses, cap, STAGING["short"])
+        wanted = wanted if is_ordered else [calls.disordered(one) for one in wanted]
         changing = [
             (self.starts["short"], one.query, one.threshold, of.slot_of, asked)
             for one, of, asked in zip(self.given.sets, maps, wanted, strict=True)
@@ -187,6 +129,18 @@ class Bound:
             repeats or self.repeats,
             keep=keep or (lambda state: self.held.__setitem__(0, state)),
         )
+
+    def time_parts(self, compiled: Any, misses: int, cap: int, repeats: int) -> tuple[Measurement, Measurement]:
+        """us of scores with prefetch, and of the recall behind them: an event between the two."""
+        spans: list[tuple[float, float]] = []
+
+        def read(state: Any) -> None:
+            self.held[0] = state
+            spans.append((timing.elapsed_us(timing.BEGIN, MIDDLE), timing.elapsed_us(MIDDLE, timing.END)))
+
+        self.time(compiled, misses, cap, repeats, keep=read)
+        first, second = zip(*spans[-repeats:], strict=True)
+        return harness.summarise(list(first)), harness.summarise(list(second))
 
     def time_whole(self, compiled: Any, misses: int, cap: int) -> Measurement:
         """us of a program of the whole road; every call has maps of its own, as the misses of a pool are its own."""
@@ -210,37 +164,58 @@ class Bound:
         return self._maps
 
 
-def short_road(bound: Bound, programs: Callable[[str], Any], hits: tuple[float, ...], in_full: bool) -> list[Point]:
-    """Measures and records every hit rate; `in_full` other caps and the timeline as well."""
+def short_road(
+    bound: Bound, programs: Callable[[str], Any], indexer: Measurement, hits: tuple[float, ...]
+) -> list[Point]:
+    """Measures and records every hit rate; `indexer` is what the scores alone take, whatever the records are."""
     given, records = bound.given, bound.records
-    compiled = {name: programs(name) for name in ("resident", "link", "in turn", "fused", "ahead")}
-    indexer = bound.time(compiled["resident"], 0, 0)
-    # The rate of a long recall, for the cap rule.
-    most = bound.time(compiled["link"], calls.MOST_MISSES, 0)
-    rate = given.seats * calls.MOST_MISSES / most.median
-    each = threshold.rows_per_position(indexer.median, rate, given.seats * given.length)
-    cap = int(each * given.length)
+    compiled = {name: programs(name) for name in ("link", "in turn", "fused", "timeline")}
     print(f"\n{given.seats} x {given.length}, {records} records, FP8 keys; us: indexer {spread(indexer)}", flush=True)
-    print(f"    cap rule: {rate:.1f} rows a us, c = {each:.5f}, cap {cap}")
-    print("     hit     link  in turn    fused                 all staged  ratio  limit   gain")
+    cap = cap_by_rule(bound, compiled["timeline"], indexer)
+    print("     hit     link no order  in turn    fused                 all staged  ratio  limit   gain")
     points = []
     for hit in hits:
         misses = misses_at(hit)
-        link = most if misses == calls.MOST_MISSES else bound.time(compiled["link"], misses, 0)
-        turned = bound.time(compiled["in turn"], misses, 0)
-        ours, staged = bound.time(compiled["fused"], misses, cap), bound.time(compiled["ahead"], misses, K)
-        sizes = (given.seats, given.length, records, hit, cap)
-        points.append(Point(*sizes, indexer, link, turned, ours, staged))
+        times = dict(
+            link=bound.time(compiled["link"], misses, 0),
+            in_turn=bound.time(compiled["in turn"], misses, 0),
+            fused=bound.time(compiled["fused"], misses, cap),
+            ahead=bound.time_parts(compiled["timeline"], misses, K, bound.repeats)[0],
+            disordered=bound.time(compiled["link"], misses, 0, REPEATS_OF_MANY, is_ordered=False),
+        )
+        points.append(Point(given.seats, given.length, records, hit, cap, indexer, **times))
         report(points[-1], bound.repeats)
-    if in_full:
-        sweep_caps(bound, compiled["fused"], points)
-        timeline(bound, programs("timeline"), points)
     return points
+
+
+def cap_by_rule(bound: Bound, compiled: Any, indexer: Measurement) -> int:
+    """The rows of a seat that the prefetch role fetches while scores are made; half of the selected are missing."""
+    given, times = bound.given, {}
+    for cap in PROBED:
+        times[cap] = bound.time_parts(compiled, calls.MOST_MISSES, cap, REPEATS_OF_MANY)[0].median
+    rate = given.seats * largest_cap(times, SLACK) / indexer.median
+    each = threshold.rows_per_position(indexer.median, rate, given.seats * given.length) if rate else 0.0
+    cap = round(each * given.length)
+    said = "  ".join(f"{cap}: {time:.1f}" for cap, time in times.items())
+    print(f"    scores and prefetch by cap {said}")
+    print(f"    cap rule: {rate:.1f} rows a us while scores are made, c = {each:.5f}, cap {cap}", flush=True)
+    return cap
+
+
+def largest_cap(times: dict[int, float], slack: float) -> float:
+    """The cap at which scores with prefetch take 1 + slack of their time without; straight lines between the `times`
+    us of caps in ascending order, from 0 on. Where all of them fit, the last."""
+    allowed, caps = times[0] * (1 + slack), list(times)
+    for low, high in zip(caps, caps[1:], strict=False):
+        if times[high] > allowed:
+            return low + (high - low) * (allowed - times[low]) / (times[high] - times[low])
+    return caps[-1]
 
 
 def report(point: Point, repeats: int) -> None:
     print(
-        f"    {point.hit:4.2f} {point.link.median:8.1f} {point.in_turn.median:8.1f} {spread(point.fused):28} "
+        f"    {point.hit:4.2f} {point.link.median:8.1f} {point.disordered.median:8.1f} {point.in_turn.median:8.1f} "
+        f"{spread(point.fused):28} "
         f"{point.ahead.median:8.1f} {point.ratio:6.2f} {point.limit:6.2f} {point.gain:6.2f}",
         flush=True,
     )
@@ -259,12 +234,21 @@ def report(point: Point, repeats: int) -> None:
             notes=point.notes() if way == "fused" else "",
         )
     harness.record(
+        value=point.disordered,
+        unit="us",
+        file=FILE,
+        name=f"recall of rows in no order, {where}",
+        shapes=point.shapes | dict(way="disordered"),
+        method=METHOD.format(repeats=REPEATS_OF_MANY),
+        notes=f"in the order of their addresses {point.link.median:.1f} us",
+    )
+    harness.record(
         value=point.ahead,
         unit="us",
         file=FILE,
         name=f"scores with prefetch, {where}",
         shapes=point.shapes | dict(way="ahead", cap=misses_at(point.hit)),
-        method=method,
+        method=method + "; to an event behind the kernel",
         fraction_of_limit=round(point.bound / point.ahead.median, 4),
         notes=point.notes(),
     )
@@ -273,7 +257,12 @@ def report(point: Point, repeats: int) -> None:
 def sweep_caps(bound: Bound, compiled: Any, points: list[Point]) -> None:
     """Other caps than the rule's, each hit rate in a line."""
     caps = sorted({*CAPS, points[0].cap})
-    print("    cap      " + "".join(f"{cap:8}" for cap in caps) + "   (us; the rule's is " + f"{points[0].cap})")
+    print(
+        f"    {bound.records} records\n    cap      "
+        + "".join(f"{cap:8}" for cap in caps)
+        + "   (us; the rule's is "
+        + f"{points[0].cap})"
+    )
     for point in points:
         misses, times = misses_at(point.hit), {}
         for cap in caps:
@@ -295,18 +284,11 @@ def sweep_caps(bound: Bound, compiled: Any, points: list[Point]) -> None:
 
 
 def timeline(bound: Bound, compiled: Any, points: list[Point]) -> None:
-    """When scores with prefetch end and what the recall behind them takes: an event between the two."""
+    """When scores with prefetch end and what the recall behind them takes."""
     for point in points:
-        spans: list[tuple[float, float]] = []
-
-        def read(state: Any, spans: list[tuple[float, float]] = spans) -> None:
-            bound.held[0] = state
-            spans.append((timing.elapsed_us(timing.BEGIN, MIDDLE), timing.elapsed_us(MIDDLE, timing.END)))
-
-        bound.time(compiled, misses_at(point.hit), point.cap, repeats=REPEATS_OF_MANY, keep=read)
         said = []
-        for part, values in zip(("scores and prefetch", "recall"), zip(*spans[2:], strict=True), strict=True):
-            value = harness.summarise(list(values))
+        found = bound.time_parts(compiled, misses_at(point.hit), point.cap, REPEATS_OF_MANY)
+        for part, value in zip(("scores and prefetch", "recall"), found, strict=True):
             said.append(f"{part} {spread(value)}")
             harness.record(
                 value=value,
@@ -316,7 +298,7 @@ def timeline(bound: Bound, compiled: Any, points: list[Point]) -> None:
                 shapes=point.shapes | dict(road="short", way="fused", cap=point.cap),
                 method=METHOD.format(repeats=REPEATS_OF_MANY) + "; an event between the two kernels",
             )
-        print(f"    hit {point.hit}: {', '.join(said)}", flush=True)
+        print(f"    {point.records} records, hit {point.hit}: {', '.join(said)}", flush=True)
 
 
 def whole_road(bound: Bound, programs: Callable[[str], Any], hits: tuple[float, ...], cap: int) -> None:

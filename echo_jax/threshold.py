@@ -60,13 +60,21 @@ def reset(policy: ThresholdPolicy, memory: Any, seat: jax.Array | int) -> Any:
 
 
 def rows_per_position(scoring_us: float, rows_per_us: float, positions: int) -> float:
-    """c of the cap on early copies, min(S, floor(c * context)): rows that cross the link, at rows_per_us, while
+    """c of the cap on early copies, min(S, floor(c * context)): rows that the scorer fetches, at rows_per_us, while
     `positions` positions of all seats together are scored in scoring_us, per position.
 
     A row beyond that arrives after the scores, when `require` would fetch it straight to its slot; copied ahead it is
-    moved a second time, and may be wrong. Fewer leave the link idle while scores are made. Scoring time and link rate
-    are measured (`python -m bench.prefetch` prints c, and what other caps give); c belongs to a machine, a record
-    format and an index, not to a batch: scoring takes as long per position whatever the seats, once they fill the chip.
+    moved a second time, and may be wrong. Fewer leave the link idle while scores are made.
+
+    The rate is the one that fetching reaches *beside* the scores, each row when its score is known; a recall of the
+    same rows alone, in the order of their addresses, is about twice as fast and says nothing of it. Both numbers are
+    measured: `python -m bench.prefetch` times scores with prefetch by cap, takes the largest cap that makes them a
+    tenth longer, and prints rate and c; it also shows what other caps give. On an H200 (FP8 keys and records, 16 x
+    131,072, half to a tenth of the selected rows missing) scores take 81.8 us, and of the caps tried 128 to 192 rows a
+    seat give the shortest time to filled slots: c = 0.0011, some 28 rows a us.
+
+    c belongs to a machine, a record format and an index, not to a batch: scoring takes as long per position whatever
+    the seats, once they fill the chip.
     """
     if not (scoring_us > 0 and rows_per_us > 0 and positions >= 1):
         raise ValueError(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import harness, prefetch_pictures
+from bench import harness, prefetch_pictures, prefetch_roads
 from bench import prefetch_calls as calls
 from bench.prefetch_calls import SLOTS, Inputs, K, Set
 from echo_jax import threshold
@@ -62,6 +62,24 @@ def test_the_cap_is_what_crosses_while_scores_are_made():
     for wrong in ((0.0, 40.0, 1), (80.0, float("nan"), 1), (80.0, 40.0, 0)):
         with pytest.raises(ValueError, match="measure both rates"):
             threshold.rows_per_position(*wrong)
+
+
+def test_the_largest_cap_that_scores_hide():
+    """Between caps on a straight line: 88 us are reached half way from 82 to 94."""
+    times = {0: 80.0, 64: 82.0, 128: 94.0, 192: 85.0}
+    assert prefetch_roads.largest_cap(times, 0.1) == 96
+    assert prefetch_roads.largest_cap(times, 0.5) == 192
+    assert prefetch_roads.largest_cap({0: 80.0, 64: 120.0}, 0.1) == 64 / 5
+
+
+def test_rows_in_no_order_are_the_same_rows(given):
+    wanted = calls.lists(given, MISSES, 100, 512)[0]
+    mixed, count = calls.disordered(wanted), SEATS * MISSES
+    first, second = (np.asarray(each.rows) for each in (wanted, mixed))
+    np.testing.assert_array_equal(np.sort(first[:count]), np.sort(second[:count]))
+    assert (np.diff(second[:count]) < 0).mean() > 0.3
+    np.testing.assert_array_equal(first[count:], second[count:])
+    assert (np.asarray(mixed.source) == SOURCE_HOST).all() and mixed.count == count
 
 
 def row(name, value, notes="", **shapes):
