@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_rules_are_compared_at_the_waste_of_ema():
 
 def test_a_trace_recorded_anew_replaces_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(findings, "FOLDER", tmp_path)
-    some = [row(0, policy="ema", wasted=wasted) for wasted in (7, 9)]
+    some: list[dict[str, Any]] = [row(0, policy="ema", wasted=wasted) for wasted in (7, 9)]
     some[1]["key"]["trace_digest"] = "another"
     (tmp_path / "ema.jsonl").write_text("".join(json.dumps(one) + "\n" for one in some))
     (section,) = findings_rows.sections("ema")

@@ -12,7 +12,7 @@ import numpy as np
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[4] / "examples"
 sys.path.append(str(EXAMPLES))
-import long_tasks  # noqa: E402
+import long_tasks  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 manual = (EXAMPLES / "data" / "manual.txt").read_bytes()
 window = long_tasks.example("multikey", 9100, manual, np.random.default_rng(7))
