@@ -71,7 +71,8 @@ def rows_per_position(scoring_us: float, rows_per_us: float, positions: int) -> 
     measured: `python -m bench.prefetch` times scores with prefetch by cap, takes the largest cap that makes them a
     tenth longer, and prints rate and c; it also shows what other caps give. On an H200 (FP8 keys and records, 16 x
     131,072, half to a tenth of the selected rows missing) scores take 81.8 us, and of the caps tried 128 to 192 rows a
-    seat give the shortest time to filled slots: c = 0.0011, some 28 rows a us.
+    seat give the shortest time to filled slots: c = 0.0011, some 28 rows a us. A compilation shared the host's memory
+    with that run, so both may be low.
 
     c belongs to a machine, a record format and an index, not to a batch: scoring takes as long per position whatever
     the seats, once they fill the chip.
