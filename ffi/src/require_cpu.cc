@@ -32,34 +32,6 @@ ffi::Error Require(Numbers slot_of, Numbers host_of, Numbers priority, Flags fre
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoRequireCpu, Require,
-                              ffi::Ffi::Bind()
-                                  .Arg<Numbers>()          // slot_of
-                                  .Arg<Numbers>()          // host_of
-                                  .Arg<Numbers>()          // priority
-                                  .Arg<Flags>()            // free
-                                  .Arg<Numbers>()          // rows
-                                  .Arg<Numbers>()          // touched
-                                  .Arg<Numbers>()          // staged
-                                  .Arg<ffi::AnyBuffer>()   // records
-                                  .Arg<ffi::AnyBuffer>()   // host_pool
-                                  .Arg<Numbers>()          // layer
-                                  .Arg<ffi::AnyBuffer>()   // new
-                                  .Arg<ffi::AnyBuffer>()   // staged records
-                                  .Ret<Numbers>()          // slot_of
-                                  .Ret<Numbers>()          // host_of
-                                  .Ret<Numbers>()          // priority
-                                  .Ret<Flags>()            // free
-                                  .Ret<ffi::AnyBuffer>()   // records
-                                  .Ret<Numbers>()          // slots
-                                  .Ret<Number>()           // to_fill
-                                  .Ret<Number>()           // hits
-                                  .Ret<Number>()           // useful
-                                  .Ret<Number>()           // recalled
-                                  .Ret<Number>()           // written
-                                  .Ret<Number>()           // evicted
-                                  .Ret<Numbers>()          // scratch
-                                  .Attr<int64_t>("per_seat")
-                                  .Attr<int64_t>("new_per_seat"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoRequireCpu, Require, BindRequire(ffi::Ffi::Bind()));
 
 }  // namespace echo_ffi

@@ -171,81 +171,13 @@ ffi::Error Release(cudaStream_t stream, Numbers slot_of, Numbers host_of, Number
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoAllocateCuda, Allocate,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Arg<Numbers>()  // slot_of
-                                  .Arg<Numbers>()  // host_of
-                                  .Arg<Numbers>()  // priority
-                                  .Arg<Flags>()    // free
-                                  .Arg<Numbers>()  // rows
-                                  .Arg<Numbers>()  // touched
-                                  .Arg<Numbers>()  // staged
-                                  .Ret<Numbers>()  // slot_of
-                                  .Ret<Numbers>()  // host_of
-                                  .Ret<Numbers>()  // priority
-                                  .Ret<Flags>()    // free
-                                  .Ret<Numbers>()  // slots
-                                  .Ret<Numbers>()  // fill_rows
-                                  .Ret<Numbers>()  // fill_slots
-                                  .Ret<Numbers>()  // fill_mention
-                                  .Ret<Numbers>()  // fill_source
-                                  .Ret<Number>()   // to_fill
-                                  .Ret<Number>()   // hits
-                                  .Ret<Number>()   // useful
-                                  .Ret<Number>()   // recalled
-                                  .Ret<Number>()   // written
-                                  .Ret<Number>()   // evicted
-                                  .Ret<Numbers>()  // scratch
-                                  .Attr<int64_t>("per_seat")
-                                  .Attr<int64_t>("new_per_seat")
-                                  .Attr<int64_t>("blocks"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoAllocateCuda, Allocate, BindAllocate(ffi::Ffi::Bind().Ctx<Stream>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoRequireCuda, Require,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Arg<Numbers>()          // slot_of
-                                  .Arg<Numbers>()          // host_of
-                                  .Arg<Numbers>()          // priority
-                                  .Arg<Flags>()            // free
-                                  .Arg<Numbers>()          // rows
-                                  .Arg<Numbers>()          // touched
-                                  .Arg<Numbers>()          // staged
-                                  .Arg<ffi::AnyBuffer>()   // records
-                                  .Arg<ffi::AnyBuffer>()   // host_pool
-                                  .Arg<Numbers>()          // layer
-                                  .Arg<ffi::AnyBuffer>()   // new
-                                  .Arg<ffi::AnyBuffer>()   // staged records
-                                  .Ret<Numbers>()          // slot_of
-                                  .Ret<Numbers>()          // host_of
-                                  .Ret<Numbers>()          // priority
-                                  .Ret<Flags>()            // free
-                                  .Ret<ffi::AnyBuffer>()   // records
-                                  .Ret<Numbers>()          // slots
-                                  .Ret<Number>()           // to_fill
-                                  .Ret<Number>()           // hits
-                                  .Ret<Number>()           // useful
-                                  .Ret<Number>()           // recalled
-                                  .Ret<Number>()           // written
-                                  .Ret<Number>()           // evicted
-                                  .Ret<Numbers>()          // scratch
-                                  .Attr<int64_t>("per_seat")
-                                  .Attr<int64_t>("new_per_seat"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoRequireCuda, Require, BindRequire(ffi::Ffi::Bind().Ctx<Stream>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoReleaseCuda, Release,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Arg<Numbers>()  // slot_of
-                                  .Arg<Numbers>()  // host_of
-                                  .Arg<Numbers>()  // priority
-                                  .Arg<Flags>()    // free
-                                  .Arg<Flags>()    // is_dropped
-                                  .Ret<Numbers>()  // slot_of
-                                  .Ret<Numbers>()  // host_of
-                                  .Ret<Numbers>()  // priority
-                                  .Ret<Flags>(),   // free
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoReleaseCuda, Release, BindRelease(ffi::Ffi::Bind().Ctx<Stream>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace echo_ffi

@@ -271,45 +271,8 @@ ffi::Error Release(Numbers slot_of_list, Numbers host_of_list, Numbers priority_
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoAllocateCpu, Allocate,
-                              ffi::Ffi::Bind()
-                                  .Arg<Numbers>()   // slot_of
-                                  .Arg<Numbers>()   // host_of
-                                  .Arg<Numbers>()   // priority
-                                  .Arg<Flags>()     // free
-                                  .Arg<Numbers>()   // rows
-                                  .Arg<Numbers>()   // touched
-                                  .Arg<Numbers>()   // staged
-                                  .Ret<Numbers>()   // slot_of
-                                  .Ret<Numbers>()   // host_of
-                                  .Ret<Numbers>()   // priority
-                                  .Ret<Flags>()     // free
-                                  .Ret<Numbers>()   // slots
-                                  .Ret<Numbers>()   // fill_rows
-                                  .Ret<Numbers>()   // fill_slots
-                                  .Ret<Numbers>()   // fill_mention
-                                  .Ret<Numbers>()   // fill_source
-                                  .Ret<Number>()    // to_fill
-                                  .Ret<Number>()    // hits
-                                  .Ret<Number>()    // useful
-                                  .Ret<Number>()    // recalled
-                                  .Ret<Number>()    // written
-                                  .Ret<Number>()    // evicted
-                                  .Ret<Numbers>()   // scratch
-                                  .Attr<int64_t>("per_seat")
-                                  .Attr<int64_t>("new_per_seat")
-                                  .Attr<int64_t>("blocks"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoAllocateCpu, Allocate, BindAllocate(ffi::Ffi::Bind()));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoReleaseCpu, Release,
-                              ffi::Ffi::Bind()
-                                  .Arg<Numbers>()   // slot_of
-                                  .Arg<Numbers>()   // host_of
-                                  .Arg<Numbers>()   // priority
-                                  .Arg<Flags>()     // free
-                                  .Arg<Flags>()     // is_dropped
-                                  .Ret<Numbers>()   // slot_of
-                                  .Ret<Numbers>()   // host_of
-                                  .Ret<Numbers>()   // priority
-                                  .Ret<Flags>());   // free
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoReleaseCpu, Release, BindRelease(ffi::Ffi::Bind()));
 
 }  // namespace echo_ffi

@@ -122,26 +122,10 @@ ffi::Error BoundedTopK(cudaStream_t stream, ffi::AnyBuffer score, ffi::Buffer<ff
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoTopKCuda, TopK,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Arg<ffi::AnyBuffer>()         // score
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // visible
-                                  .Ret<ffi::Buffer<ffi::S32>>()  // positions
-                                  .Ret<ffi::Buffer<ffi::F32>>()  // kth_score
-                                  .Attr<int64_t>("k"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoTopKCuda, TopK, BindTopK(ffi::Ffi::Bind().Ctx<Stream>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoBoundedTopKCuda, BoundedTopK,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Arg<ffi::AnyBuffer>()         // score
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // visible
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // bound
-                                  .Arg<ffi::Buffer<ffi::U32>>()  // above
-                                  .Ret<ffi::Buffer<ffi::S32>>()  // positions
-                                  .Ret<ffi::Buffer<ffi::F32>>()  // kth_score
-                                  .Attr<int64_t>("k"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoBoundedTopKCuda, BoundedTopK, BindBoundedTopK(ffi::Ffi::Bind().Ctx<Stream>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace echo_ffi::top_k

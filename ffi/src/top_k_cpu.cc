@@ -157,22 +157,8 @@ ffi::Error BoundedTopK(ffi::AnyBuffer score, ffi::Buffer<ffi::S32> visible, ffi:
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoTopKCpu, TopK,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()            // score
-                                  .Arg<ffi::Buffer<ffi::S32>>()     // visible
-                                  .Ret<ffi::Buffer<ffi::S32>>()     // positions
-                                  .Ret<ffi::Buffer<ffi::F32>>()     // kth_score
-                                  .Attr<int64_t>("k"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoTopKCpu, TopK, BindTopK(ffi::Ffi::Bind()));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoBoundedTopKCpu, BoundedTopK,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()            // score
-                                  .Arg<ffi::Buffer<ffi::S32>>()     // visible
-                                  .Arg<ffi::Buffer<ffi::F32>>()     // bound
-                                  .Arg<ffi::Buffer<ffi::U32>>()     // above
-                                  .Ret<ffi::Buffer<ffi::S32>>()     // positions
-                                  .Ret<ffi::Buffer<ffi::F32>>()     // kth_score
-                                  .Attr<int64_t>("k"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EchoBoundedTopKCpu, BoundedTopK, BindBoundedTopK(ffi::Ffi::Bind()));
 
 }  // namespace echo_ffi

@@ -4,6 +4,7 @@
 #define ECHO_FFI_REQUIRE_H_
 
 #include <cstdint>
+#include <utility>
 
 #include "echo_ffi/rows.h"
 #include "echo_ffi/slots.h"
@@ -34,6 +35,21 @@ inline ffi::Error ViewRequire(const char* target, Numbers rows, Numbers touched,
   moves->source = list->fill_source;
   moves->length = length;
   return ffi::Error::Success();
+}
+
+// What echo_require takes and gives, in order, as in slots.h.
+template <typename Binding>
+auto BindRequire(Binding&& binding) {
+  auto taken = BindListArguments(std::move(binding))
+                   .template Arg<ffi::AnyBuffer>()   // records
+                   .template Arg<ffi::AnyBuffer>()   // host_pool
+                   .template Arg<Numbers>()          // layer
+                   .template Arg<ffi::AnyBuffer>()   // new
+                   .template Arg<ffi::AnyBuffer>();  // staged records
+  auto given = BindMapResults(std::move(taken))
+                   .template Ret<ffi::AnyBuffer>()  // records
+                   .template Ret<Numbers>();        // slots
+  return BindListResults(std::move(given));
 }
 
 }  // namespace echo_ffi

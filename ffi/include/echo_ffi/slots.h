@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <utility>
 
 #include "echo_ffi/records.h"
 
@@ -133,6 +134,64 @@ inline ffi::Error ViewAllocate(const char* target, Numbers rows, Numbers touched
   views->fill_mention = fill_mention->typed_data();
   views->fill_source = fill_source->typed_data();
   return ffi::Error::Success();
+}
+
+// What the targets take and give, in order: one list for the handlers of both platforms. `binding` is ffi::Ffi::Bind(),
+// on a GPU with the stream.
+template <typename Binding>
+auto BindMapArguments(Binding&& binding) {
+  return std::move(binding)
+      .template Arg<Numbers>()  // slot_of
+      .template Arg<Numbers>()  // host_of
+      .template Arg<Numbers>()  // priority
+      .template Arg<Flags>();   // free
+}
+
+template <typename Binding>
+auto BindMapResults(Binding&& binding) {
+  return std::move(binding)
+      .template Ret<Numbers>()  // slot_of
+      .template Ret<Numbers>()  // host_of
+      .template Ret<Numbers>()  // priority
+      .template Ret<Flags>();   // free
+}
+
+template <typename Binding>
+auto BindListArguments(Binding&& binding) {
+  return BindMapArguments(std::move(binding))
+      .template Arg<Numbers>()   // rows
+      .template Arg<Numbers>()   // touched
+      .template Arg<Numbers>();  // staged
+}
+
+template <typename Binding>
+auto BindListResults(Binding&& binding) {
+  return std::move(binding)
+      .template Ret<Number>()   // to_fill
+      .template Ret<Number>()   // hits
+      .template Ret<Number>()   // useful
+      .template Ret<Number>()   // recalled
+      .template Ret<Number>()   // written
+      .template Ret<Number>()   // evicted
+      .template Ret<Numbers>()  // scratch
+      .template Attr<int64_t>("per_seat")
+      .template Attr<int64_t>("new_per_seat");
+}
+
+template <typename Binding>
+auto BindAllocate(Binding&& binding) {
+  auto listed = BindMapResults(BindListArguments(std::move(binding)))
+                    .template Ret<Numbers>()   // slots
+                    .template Ret<Numbers>()   // fill_rows
+                    .template Ret<Numbers>()   // fill_slots
+                    .template Ret<Numbers>()   // fill_mention
+                    .template Ret<Numbers>();  // fill_source
+  return BindListResults(std::move(listed)).template Attr<int64_t>("blocks");
+}
+
+template <typename Binding>
+auto BindRelease(Binding&& binding) {
+  return BindMapResults(BindMapArguments(std::move(binding)).template Arg<Flags>());  // is_dropped
 }
 
 }  // namespace echo_ffi

@@ -4,6 +4,7 @@
 #define ECHO_FFI_TOP_K_H_
 
 #include <cstdint>
+#include <utility>
 
 #include "echo_ffi/order.h"
 #include "echo_ffi/records.h"
@@ -75,6 +76,35 @@ inline ffi::Error ViewBound(const char* target, ffi::Buffer<ffi::F32> bound, ffi
   views->bound = bound.typed_data();
   if (marks[1] != 0) views->above = above.typed_data();
   return ffi::Error::Success();
+}
+
+// What the targets take and give, in order: one list for the handlers of both platforms. `binding` is ffi::Ffi::Bind(),
+// on a GPU with the stream.
+template <typename Binding>
+auto BindScores(Binding&& binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()          // score
+      .template Arg<ffi::Buffer<ffi::S32>>();  // visible
+}
+
+template <typename Binding>
+auto BindSelection(Binding&& binding) {
+  return std::move(binding)
+      .template Ret<ffi::Buffer<ffi::S32>>()  // positions
+      .template Ret<ffi::Buffer<ffi::F32>>()  // kth_score
+      .template Attr<int64_t>("k");
+}
+
+template <typename Binding>
+auto BindTopK(Binding&& binding) {
+  return BindSelection(BindScores(std::move(binding)));
+}
+
+template <typename Binding>
+auto BindBoundedTopK(Binding&& binding) {
+  return BindSelection(BindScores(std::move(binding))
+                           .template Arg<ffi::Buffer<ffi::F32>>()    // bound
+                           .template Arg<ffi::Buffer<ffi::U32>>());  // above
 }
 
 }  // namespace echo_ffi
