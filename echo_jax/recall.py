@@ -144,12 +144,18 @@ def require(
     from the new record, from staging where staged, from the host otherwise.
     """
     assert state.slots is not None
-    wanted = _wanted(config, state.slots, view, selected, selected_scores)
     given = new_records.reshape(-1, *config.records.shape), staging.records.reshape(-1, *config.records.shape)
     if pool.is_by_library(config.slot_manager) and hostmem.uses_library(host_pool):
+        wanted = _wanted(config, state.slots, view, selected, selected_scores)
         required = _by_one_call(state, host_pool, layer, wanted, staging.rows.reshape(-1), *given)
     else:
-        required = _by_two_calls(config, state, host_pool, layer, wanted, staging.rows.reshape(-1), *given)
+        maps, made = plan(config, state.slots, view, selected, selected_scores, staging.rows)
+        fills = made.fills
+        lists = fills.count, fills.rows, fills.slots, fills.source
+        records = hostmem.recall(state.records, host_pool, layer, *lists, *given)
+        required = _Required(
+            maps, records, made.slots, made.hits, made.useful, made.recalled, made.written, made.evicted
+        )
     moved = Moved(
         hits=required.hits,
         useful=required.useful,
@@ -213,19 +219,6 @@ def _by_one_call(state: LayerState, host_pool, layer, wanted: _Wanted, staged_ro
     slot_of, host_of, priority, free, records, slots, _, hits, useful, recalled, written, evicted = results
     maps = SlotMaps(slot_of=slot_of, host_of=host_of, priority=priority, free=free)
     return _Required(maps, records, slots, hits, useful, recalled, written, evicted)
-
-
-def _by_two_calls(
-    config: CacheConfig, state: LayerState, host_pool, layer, wanted: _Wanted, staged_rows, new, staged
-) -> _Required:
-    assert state.slots is not None
-    maps, made = pool.allocate(
-        state.slots, wanted.rows, wanted.priority, staged_rows, **wanted.sizes, implementation=config.slot_manager
-    )
-    fills = made.fills
-    lists = fills.count, fills.rows, fills.slots, fills.source
-    records = hostmem.recall(state.records, host_pool, layer, *lists, new, staged)
-    return _Required(maps, records, made.slots, made.hits, made.useful, made.recalled, made.written, made.evicted)
 
 
 def plan(
