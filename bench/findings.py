@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench import harness
-from echo_jax.cli.policies import parse_cap, parse_eviction, parse_threshold
+from echo_jax.cli.replay import named_setting
 from echo_jax.replay import cost
 from echo_jax.replay.job import Job
 from echo_jax.replay.rows import RowFile
@@ -64,16 +64,7 @@ def setting(
     pool: str = SHARED,
 ) -> Setting:
     """A setting by the names of the command line; slots in units of k."""
-    return Setting(
-        int(slots * open_trace(trace).info.top_k),
-        threshold=parse_threshold(policy, in_replay=True),
-        eviction=parse_eviction(eviction, in_replay=True),
-        cap=parse_cap(cap),
-        pool=pool,
-        policy_name=policy,
-        eviction_name=eviction,
-        cap_name=cap,
-    )
+    return named_setting(int(slots * open_trace(trace).info.top_k), policy, eviction, cap, pool)
 
 
 def tasks(question: str) -> Iterable[Task]:

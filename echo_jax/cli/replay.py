@@ -129,22 +129,27 @@ def execute(options: ReplayOptions) -> int:
 # ---- from options to settings ----------------------------------------------------------------------------
 
 
+def named_setting(slots: int, policy: str, eviction: str, cap: str, pool: str) -> Setting:
+    """A setting of `slots` slots a request by the names that the command line takes."""
+    return Setting(
+        slots_per_request=slots,
+        threshold=parse_threshold(policy, in_replay=True),
+        eviction=parse_eviction(eviction, in_replay=True),
+        cap=parse_cap(cap),
+        pool=pool,
+        policy_name=policy,
+        eviction_name=eviction,
+        cap_name=cap,
+    )
+
+
 def settings_of(options: ReplayOptions, info: TraceInfo, kind: str) -> list[Setting]:
     """All combinations that the options ask for, then the rivals. InputError, ValueError for what cannot be."""
     swept = {"slots": [options.slots], "cap": [options.cap], "pool": [options.pool]} | _sweeps(options.sweep or ())
     policies = options.policy or (() if options.rival else ("ema",))
     slots = [parse_slots(text, info.top_k) for text in swept["slots"]]
     made = [
-        Setting(
-            slots_per_request=count,
-            threshold=parse_threshold(policy, in_replay=True),
-            eviction=parse_eviction(eviction, in_replay=True),
-            cap=parse_cap(cap),
-            pool=pool,
-            policy_name=policy,
-            eviction_name=eviction,
-            cap_name=cap,
-        )
+        named_setting(count, policy, eviction, cap, pool)
         for policy, eviction, count, cap, pool in itertools.product(
             policies, options.eviction or ("lru",), slots, swept["cap"], swept["pool"]
         )
