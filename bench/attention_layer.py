@@ -407,11 +407,7 @@ def timeline(bench: Bench, size: Size, fresh: float) -> None:
 
 def main(parts: list[str]) -> int:
     known = ("layer", "light", "timeline")
-    if unknown := [part for part in parts if part not in known]:
-        print(f"{unknown[0]!r} is none of {', '.join(known)}", file=sys.stderr)
-        return 2
-    if jax.devices()[0].platform != "gpu":
-        print(f"needs an NVIDIA GPU; jax sees {jax.devices()[0].platform}", file=sys.stderr)
+    if gpu_timing.refuses(known, parts):
         return 2
     parts = parts or list(known)
     step = dataclasses.replace(LAYER, steps=1)

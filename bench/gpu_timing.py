@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -186,14 +186,21 @@ def device_bandwidth(megabytes: int = 1024, repeats: int = 30) -> Bandwidth:
     return Bandwidth(copy=2 * source.nbytes / (copy.median * 1e-6), read=source.nbytes / (read.median * 1e-6))
 
 
+def refuses(known: Collection[str], wanted: Sequence[str]) -> bool:
+    """Whether a bench of the known parts cannot run the wanted ones here, and says why: one is unknown, or no GPU."""
+    if unknown := [part for part in wanted if part not in known]:
+        print(f"{unknown[0]!r} is none of {', '.join(known)}", file=sys.stderr)
+        return True
+    if jax.devices()[0].platform != "gpu":
+        print(f"needs an NVIDIA GPU; jax sees {jax.devices()[0].platform}", file=sys.stderr)
+        return True
+    return False
+
+
 def run_parts(known: Mapping[str, Callable[[], None]], wanted: Sequence[str]) -> int:
     """Runs the wanted parts of a bench in turn, "check" and "bench" if none is named; its exit status: 0, or 2 with the
     reason for a part that is unknown or a machine without a GPU."""
-    if unknown := [part for part in wanted if part not in known]:
-        print(f"{unknown[0]!r} is none of {', '.join(known)}", file=sys.stderr)
-        return 2
-    if jax.devices()[0].platform != "gpu":
-        print(f"needs an NVIDIA GPU; jax sees {jax.devices()[0].platform}", file=sys.stderr)
+    if refuses(known, wanted):
         return 2
     for part in wanted or ["check", "bench"]:
         started = time.perf_counter()

@@ -120,15 +120,7 @@ class Bound:
             (self.starts["short"], one.query, one.threshold, of.slot_of, asked)
             for one, of, asked in zip(self.given.sets, maps, wanted, strict=True)
         ]
-        return timing.time_calls(
-            compiled,
-            lambda call: self.held[0],
-            changing,
-            calls.shared_of(self.given, self.pool, cap),
-            self.pool.shape[0],
-            repeats or self.repeats,
-            keep=keep or (lambda state: self.held.__setitem__(0, state)),
-        )
+        return self._time(compiled, changing, cap, repeats or self.repeats, keep)
 
     def time_parts(self, compiled: Any, misses: int, cap: int, repeats: int) -> tuple[Measurement, Measurement]:
         """us of scores with prefetch, and of the recall behind them: an event between the two."""
@@ -148,14 +140,18 @@ class Bound:
             (self.starts["whole"], one.query, one.threshold, one.bound, maps)
             for one, maps in zip(self.given.sets, self.maps(misses), strict=True)
         ]
+        return self._time(compiled, changing, cap, self.repeats)
+
+    def _time(self, compiled: Any, changing: list[Any], cap: int, repeats: int, keep: Any = None) -> Measurement:
+        """`keep` is given each call's state, and keeps it in `held`, as is done without one."""
         return timing.time_calls(
             compiled,
             lambda call: self.held[0],
             changing,
             calls.shared_of(self.given, self.pool, cap),
             self.pool.shape[0],
-            self.repeats,
-            keep=lambda state: self.held.__setitem__(0, state),
+            repeats,
+            keep=keep or (lambda state: self.held.__setitem__(0, state)),
         )
 
     def maps(self, misses: int) -> list[SlotMaps]:

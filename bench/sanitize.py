@@ -139,6 +139,19 @@ class Run:
         log = self.log.read_text(errors="replace") if self.log.exists() else ""
         return findings(log), status, time.monotonic() - self.started
 
+    def reported(self, label: str, deadline: float, ended: str, failure: str) -> tuple[int, str, list[str]]:
+        """Findings, the line that was printed of them, and what speaks against recording; `ended` and `failure` are
+        words for what ran. Where something was found, or might have been, the ends of log and output are printed."""
+        count, status, seconds = self.found(deadline)
+        line = f"{label}: {count} findings, {ended} with status {status}, {seconds:.0f} s"
+        print(line, flush=True)
+        has_failed = count is None or status != 0
+        if count or has_failed:
+            for path in (self.log, self.output):
+                text = path.read_text(errors="replace") if path.exists() else ""
+                print(f"--- {path.name}, its end\n{text[-2500:]}")
+        return count or 0, line, [f"{label} did not end, or {failure}: status {status}"] if has_failed else []
+
 
 def start(sanitizer: str, tool: str, name: str, kernels: str, program: list[str], folder: Path) -> Run:
     log, output = folder / f"{name}.log", folder / f"{name}.out"
@@ -201,16 +214,10 @@ def main() -> None:
         if not seeded:
             problems.append(f"{tool} found {seeded} faults in bench/faulty.cu, which has some")
     for (tool, part), run in reversed(runs.items()):
-        count, status, seconds = run.found(deadline)
-        said.append(f"{tool} of {part}: {count} findings, tests ended with status {status}, {seconds:.0f} s")
-        print(said[-1], flush=True)
-        if count is None or status != 0:
-            problems.append(f"{tool} of {part} did not end, or a test failed: status {status}")
-        if count or count is None or status != 0:
-            for path in (run.log, run.output):
-                text = path.read_text(errors="replace") if path.exists() else ""
-                print(f"--- {path.name}, its end\n{text[-2500:]}")
-        total += count or 0
+        count, line, against = run.reported(f"{tool} of {part}", deadline, "tests ended", "a test failed")
+        said.append(line)
+        problems += against
+        total += count
     if problems:
         sys.exit("nothing is recorded: " + "; ".join(problems))
 

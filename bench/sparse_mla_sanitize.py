@@ -39,16 +39,10 @@ def main() -> None:
 
     problems, said, total = [], [], 0
     for tool, run in zip(TOOLS, runs, strict=True):
-        count, status, seconds = run.found(deadline)
-        said.append(f"{tool}: {count} findings, ended with status {status}, {seconds:.0f} s")
-        print(said[-1], flush=True)
-        if count is None or status != 0:
-            problems.append(f"{tool} did not end, or a result was wrong: status {status}")
-        if count or count is None or status != 0:
-            for path in (run.log, run.output):
-                text = path.read_text(errors="replace") if path.exists() else ""
-                print(f"--- {path.name}, its end\n{text[-1500:]}")
-        total += count or 0
+        count, line, against = run.reported(tool, deadline, "ended", "a result was wrong")
+        said.append(line)
+        problems += against
+        total += count
     seeded, _, _ = control.found(deadline)
     print(f"a row behind the pool: memcheck has {seeded} findings", flush=True)
     if not seeded:
