@@ -7,8 +7,8 @@ every instruction, and how to read both answers. What is profiled is `bench.spar
 
 A sample is a warp's program counter, with what the warp waited for. All warps of a block are there from its start to
 its end, so that samples of one role, over its warps, are shares of the block's time. Roles are told apart by what only
-they execute: wgmma, or the instructions that bring rows. `--keep` leaves ncu's report in a folder, and both of its tables
-as CSV.
+they execute: wgmma, or the instructions that bring rows. `--keep` leaves ncu's report in a folder, and both of its
+tables as CSV.
 """
 
 from __future__ import annotations
