@@ -15,6 +15,12 @@
 #include "gpu.h"
 #endif
 
+// A point of the slot manager's kernels that has a name. Nothing happens there, unless who includes this wants to know when
+// each warp comes by, as bench/slots_phases.cu does.
+#ifndef ECHO_PHASE
+#define ECHO_PHASE(name)
+#endif
+
 namespace echo_ffi {
 
 inline constexpr int kThreads = 1024;  // of a block

@@ -102,10 +102,12 @@ __device__ Place FindGuess(Block<kBlocks>& block, int rank) {
   __syncthreads();
   low = __reduce_min_sync(kAllLanes, guess.lows[Lane()]);
   high = __reduce_max_sync(kAllLanes, guess.highs[Lane()]);
+  ECHO_PHASE(RangeFound);
   const top_k::KeyRange keys{low - 1, high - low};
   const auto samples = static_cast<uint32_t>(min(block.task.device_slots, kSamples));
   const top_k::ListedKeys listed{guess.kth, guess.samples, samples};
   const top_k::Kth kth = top_k::FindKth(guess.kth, keys, static_cast<uint32_t>(rank), listed);
+  ECHO_PHASE(KthFound);
   int ties = 0;
 #pragma unroll
   for (int i = 0; i < kOfThread; ++i) key[i] = guess.samples[first + i];  // read again: registers are scarce above
@@ -118,6 +120,7 @@ __device__ Place FindGuess(Block<kBlocks>& block, int rank) {
     if (++before == static_cast<int>(kth.ties)) guess.bound_slot = SampledSlot(first + i, block.task.device_slots);
   }
   __syncthreads();
+  ECHO_PHASE(BoundFound);
   return {static_cast<int32_t>(~kth.key ^ 0x80000000u), guess.bound_slot};
 }
 
@@ -175,6 +178,7 @@ __device__ void RankCandidates(Block<kBlocks>& block, int candidates, int wanted
     guess.all[i] = *Remote(&guess.own[i - begin], peer);
   }
   __syncthreads();
+  ECHO_PHASE(Gathered);
   for (int i = Warp() * kBlocks + block.rank; i < candidates; i += kWarps * kBlocks) {
     const uint64_t key = guess.all[i];
     int lower = 0;

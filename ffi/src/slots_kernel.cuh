@@ -67,15 +67,19 @@ __device__ void Look(Block<kBlocks>& block) {
     if (!has_met) samples.Load(block);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) found[i] = block.IsRow(row[i]) ? __ldcg(task.slot_of + row[i]) : kNoSlot;
+    ECHO_PHASE(RowsRead);
     if (!has_met) {
       LoadKeys(block);
       ClusterWait();  // all have started: their marks are clear
+      ECHO_PHASE(AllStarted);
       samples.Share(block);
+      ECHO_PHASE(SamplesShared);
       has_met = true;
     }
     bool was_marked[kTogether];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) was_marked[i] = block.IsSlot(found[i]) && Protect(block, found[i]);
+    ECHO_PHASE(SlotsRead);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const int m = round + 32 * i + Lane();
@@ -90,6 +94,7 @@ __device__ void Look(Block<kBlocks>& block) {
     round += 32 * kTogether;
   } while (round < block.run_end);
   is_any_repeated = __ballot_sync(kAllLanes, is_any_repeated) != 0;
+  ECHO_PHASE(Marked);
   if (Lane() == 0) {
     shared.warp_first[Warp()] = 0;  // unless rows are missing: then Rank counts both
     shared.warp_fill[Warp()] = fresh;
@@ -100,6 +105,7 @@ __device__ void Look(Block<kBlocks>& block) {
   }
   __syncthreads();
   if (threadIdx.x < kBlocks) *Remote(&shared.found_of_blocks[block.rank], threadIdx.x) = shared.found;
+  ECHO_PHASE(Looked);
 }
 
 // What the look found goes to memory. No part of it is wanted by another block before the next barrier but one, so that the
@@ -142,13 +148,17 @@ template <int kBlocks>
 __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
   const AllocateTask& task = block.task;
   auto& shared = block.shared;
+  ECHO_PHASE(Begin);
   if (threadIdx.x == 0) shared.found = Found{};
   ClearMarks(block);
   ClusterArrive();
+  ECHO_PHASE(Cleared);
   Look(block);
   ClusterArrive();
   WriteFound(block);
+  ECHO_PHASE(Written);
   ClusterWait();
+  ECHO_PHASE(AllLooked);
   Found all{};
 #pragma unroll 4
   for (int peer = 0; peer < kBlocks; ++peer) {
@@ -162,6 +172,7 @@ __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
   if (all.repeated) {
     ClusterSync();  // any of the priorities is there
     TouchRepeated(block);
+    ECHO_PHASE(Touched);
   }
   if (all.missing > 0) {
     Settle(block, all.missing);
@@ -179,6 +190,7 @@ __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
     __syncthreads();
   }
   Finish(block, [](int) { return kNoSlot; });
+  ECHO_PHASE(Finished);
   return true;
 }
 
@@ -186,6 +198,7 @@ template <int kBlocks>
 __device__ void AllocateInCluster(const AllocateTask& task) {
   Block<kBlocks> block(task);
   AllocateOfBlock(block);
+  ECHO_PHASE(End);
 }
 
 // ---- require -----------------------------------------------------------------------------------------------------------

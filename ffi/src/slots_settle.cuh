@@ -74,6 +74,7 @@ __device__ void Rank(Block<kBlocks>& block) {
     shared.warp_first[Warp()] = first_in_warp;
     shared.warp_fill[Warp()] = fill_in_warp;
   }
+  ECHO_PHASE(FirstsRead);
   for (int e = block.rank * kThreads + threadIdx.x; e < task.staged_length; e += kBlocks * kThreads) {
     const int32_t row = task.staged[e];
     if (!block.IsRow(row)) continue;
@@ -184,10 +185,14 @@ template <int kBlocks>
 __device__ void Settle(Block<kBlocks>& block, int missing) {
   auto& shared = block.shared;
   WaitForCopies();  // there for the block by the barrier within Rank
+  ECHO_PHASE(KeysRead);
   Rank(block);
+  ECHO_PHASE(Ranked);
   const bool is_guessed = missing <= min(kMostGuessed, block.task.device_slots);
   if (is_guessed) Collect(block, FindGuess(block, BoundRank(missing, block.task.device_slots)));
+  ECHO_PHASE(Collected);
   ClusterSync();
+  ECHO_PHASE(AllCollected);
   int rows = 0;
 #pragma unroll 4
   for (int peer = 0; peer < kBlocks; ++peer) {
@@ -199,14 +204,18 @@ __device__ void Settle(Block<kBlocks>& block, int missing) {
     const int candidates = Candidates(block);
     is_enough = candidates >= missing && candidates <= kMostCandidates;
     if (is_enough) RankCandidates(block, candidates, missing);
+    ECHO_PHASE(Chosen);
     ClusterSync();  // the choice is there; or, where all slots are gone through, every block has read why
+    ECHO_PHASE(AllChosen);
   }
   if (is_enough) {
     Finish(block, [&](int rank) { return shared.guess.taken[rank]; });
   } else {
     const Taken taken = SelectLowest(block, rows);
+    ECHO_PHASE(Selected);
     Finish(block, [&](int rank) { return rank < taken.count ? __ldcg(taken.slots + rank) : kNoSlot; });
   }
+  ECHO_PHASE(Finished);
 }
 
 }  // namespace echo_ffi
