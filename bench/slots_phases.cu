@@ -142,7 +142,8 @@ cudaError_t LaunchCost(int part, const Costs& costs, int threads, int64_t shared
 ffi::Error Cost(cudaStream_t stream, echo_ffi::Numbers words, echo_ffi::Numbers places, ffi::Result<echo_ffi::Numbers>,
                 int64_t part, int64_t blocks, int64_t threads, int64_t many, int64_t shared_bytes, bool is_cluster) {
   const Costs costs{words.typed_data(), places.typed_data(), static_cast<int32_t>(many), static_cast<int32_t>(blocks)};
-  if (many * blocks * threads > static_cast<int64_t>(places.element_count())) {
+  const bool has_places = part != kBarriers && part != kGridMeets;
+  if (has_places && many * blocks * threads > static_cast<int64_t>(places.element_count())) {
     return ffi::Error::InvalidArgument("there are fewer places than threads want");
   }
   const auto launch = blocks == 8 ? LaunchCost<8> : LaunchCost<16>;

@@ -25,7 +25,7 @@ import numpy as np
 from echo_jax import _compat
 
 ENVIRONMENT_SWITCH = "ECHO_JAX_FFI"
-LIBRARY_VERSION = 5  # kLibraryVersion in targets.h
+LIBRARY_VERSION = 6  # kLibraryVersion in targets.h
 BUILD_COMMAND = "pip install scikit-build-core cmake ninja && pip install --no-build-isolation --no-deps -e ."
 CUDA_BUILD_COMMAND = f"export CUDACXX=/usr/local/cuda/bin/nvcc && {BUILD_COMMAND}"
 
@@ -299,7 +299,7 @@ def allocate(
     """echo_allocate: the four maps, in place if donated; slots, four lists of fills, all i32[M]; and six counts
     i32[]."""
     maps, numbers = (slot_of, host_of, priority, free), functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    lists, scratch = (numbers(rows.shape),) * 5, numbers((7 * rows.shape[0],))  # AllocateScratch in slots.h
+    lists, scratch = (numbers(rows.shape),) * 5, numbers((9 * rows.shape[0],))  # AllocateScratch in slots.h
     results = (*map(jax.typeof, maps), *lists, *(numbers(()),) * 6, scratch)
     attributes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat), "blocks": np.int64(blocks)}
     operands, aliases = (*maps, rows, touched, staged), {index: index for index in range(4)}
@@ -308,7 +308,9 @@ def allocate(
 
 def require(
     maps: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-    rows: jax.Array,
+    table: jax.Array,
+    new_rows: jax.Array,
+    positions: jax.Array,
     touched: jax.Array,
     staged: jax.Array,
     records: jax.Array,
@@ -316,18 +318,15 @@ def require(
     layer: jax.Array,
     new: jax.Array,
     staged_records: jax.Array,
-    *,
-    per_seat: int,
-    new_per_seat: int,
 ) -> tuple[jax.Array, ...]:
-    """echo_require: the four maps and `records` [N_G, record], in place if donated; slots i32[M]; six counts i32[]."""
+    """echo_require: the four maps and `records` [N_G, record], in place if donated; slots i32[B, S] of positions
+    i32[B, S]; six counts i32[]."""
     numbers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    scratch = numbers((11 * rows.shape[0],))  # RequireScratch in slots.h
-    results = (*map(jax.typeof, (*maps, records)), numbers(rows.shape), *(numbers(()),) * 6, scratch)
-    attributes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat)}
-    operands = (*maps, rows, touched, staged, records, host_pool, layer, new, staged_records)
-    aliases = {0: 0, 1: 1, 2: 2, 3: 3, 7: 4}
-    return tuple(_call("echo_require", results, operands, aliases, **attributes))[:-1]
+    scratch = numbers((13 * touched.shape[0],))  # RequireScratch in slots.h
+    results = (*map(jax.typeof, (*maps, records)), numbers(positions.shape), *(numbers(()),) * 6, scratch)
+    operands = (*maps, table, new_rows, positions, touched, staged, records, host_pool, layer, new, staged_records)
+    aliases = {0: 0, 1: 1, 2: 2, 3: 3, 9: 4}
+    return tuple(_call("echo_require", results, operands, aliases))[:-1]
 
 
 def release(

@@ -146,16 +146,16 @@ def require(
     assert state.slots is not None
     given = new_records.reshape(-1, *config.records.shape), staging.records.reshape(-1, *config.records.shape)
     if pool.is_by_library(config.slot_manager) and hostmem.uses_library(host_pool):
-        wanted = _wanted(config, state.slots, view, selected, selected_scores)
-        required = _by_one_call(state, host_pool, layer, wanted, staging.rows.reshape(-1), *given)
+        required = _by_one_call(
+            config, state, host_pool, layer, view, selected, selected_scores, staging.rows.reshape(-1), *given
+        )
     else:
         maps, made = plan(config, state.slots, view, selected, selected_scores, staging.rows)
         fills = made.fills
         lists = fills.count, fills.rows, fills.slots, fills.source
         records = hostmem.recall(state.records, host_pool, layer, *lists, *given)
-        required = _Required(
-            maps, records, made.slots, made.hits, made.useful, made.recalled, made.written, made.evicted
-        )
+        slots = made.slots.reshape(view.new_rows.shape[0], -1)[:, view.new_rows.shape[1] :]
+        required = _Required(maps, records, slots, made.hits, made.useful, made.recalled, made.written, made.evicted)
     moved = Moved(
         hits=required.hits,
         useful=required.useful,
@@ -165,8 +165,7 @@ def require(
         evicted=required.evicted,
         written=required.written,
     )
-    seats, count = view.new_rows.shape
-    slots = required.slots.reshape(seats, -1)[:, count:].reshape(selected.shape)
+    slots = required.slots.reshape(selected.shape)
     return state.replace(slots=required.maps, records=required.records), slots, moved
 
 
@@ -183,7 +182,7 @@ class _Required(NamedTuple):
 
     maps: SlotMaps
     records: jax.Array
-    slots: jax.Array  # i32[B * (T + T * K)]
+    slots: jax.Array  # i32[B, T * K]  of the selected rows
     hits: jax.Array
     useful: jax.Array
     recalled: jax.Array
@@ -200,13 +199,28 @@ def _wanted(config: CacheConfig, maps: SlotMaps, view: StepView, selected, selec
     return _Wanted(rows, priority, {"per_seat": wanted.shape[1], "new_per_seat": count})
 
 
-def _by_one_call(state: LayerState, host_pool, layer, wanted: _Wanted, staged_rows, new, staged) -> _Required:
+def _by_one_call(
+    config: CacheConfig,
+    state: LayerState,
+    host_pool,
+    layer,
+    view: StepView,
+    selected,
+    selected_scores,
+    staged_rows,
+    new,
+    staged,
+) -> _Required:
     """Where the library keeps the maps and moves the records, it does both at once: on a GPU one launch less, and the
-    lists of what to fill never leave the block that made them."""
+    lists of what to fill never leave the block that made them. It takes the rows from the table itself; what is wanted
+    is listed here for the policies whose priorities depend on it, and by XLA for no other."""
     assert state.slots is not None
+    wanted = _wanted(config, state.slots, view, selected, selected_scores)
     results = _ffi.require(
         pool.leaves(state.slots),
-        wanted.rows,
+        view.rows,
+        view.new_rows,
+        selected.reshape(selected.shape[0], -1),
         wanted.priority,
         staged_rows,
         state.records,
@@ -214,7 +228,6 @@ def _by_one_call(state: LayerState, host_pool, layer, wanted: _Wanted, staged_ro
         layer,
         new,
         staged,
-        **wanted.sizes,
     )
     slot_of, host_of, priority, free, records, slots, _, hits, useful, recalled, written, evicted = results
     maps = SlotMaps(slot_of=slot_of, host_of=host_of, priority=priority, free=free)

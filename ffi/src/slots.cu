@@ -118,22 +118,22 @@ ffi::Error Allocate(cudaStream_t stream, Numbers slot_of, Numbers host_of, Numbe
 
 DeviceRecords OnDevice(const Records& records) { return {records.data, records.count, records.record_bytes}; }
 
-ffi::Error Require(cudaStream_t stream, Numbers slot_of, Numbers host_of, Numbers priority, Flags free, Numbers rows,
-                   Numbers touched, Numbers staged, ffi::AnyBuffer records, ffi::AnyBuffer pool, Numbers layer,
-                   ffi::AnyBuffer fresh, ffi::AnyBuffer staged_records, ffi::Result<Numbers> slot_of_result,
-                   ffi::Result<Numbers> host_of_result, ffi::Result<Numbers> priority_result,
-                   ffi::Result<Flags> free_result, ffi::Result<ffi::AnyBuffer> records_result,
-                   ffi::Result<Numbers> slots, ffi::Result<Number> to_fill, ffi::Result<Number> hits,
-                   ffi::Result<Number> useful, ffi::Result<Number> recalled, ffi::Result<Number> written,
-                   ffi::Result<Number> evicted, ffi::Result<Numbers> scratch, int64_t per_seat, int64_t new_per_seat) {
+ffi::Error Require(cudaStream_t stream, Numbers slot_of, Numbers host_of, Numbers priority, Flags free, Numbers table,
+                   Numbers new_rows, Numbers positions, Numbers touched, Numbers staged, ffi::AnyBuffer records,
+                   ffi::AnyBuffer pool, Numbers layer, ffi::AnyBuffer fresh, ffi::AnyBuffer staged_records,
+                   ffi::Result<Numbers> slot_of_result, ffi::Result<Numbers> host_of_result,
+                   ffi::Result<Numbers> priority_result, ffi::Result<Flags> free_result,
+                   ffi::Result<ffi::AnyBuffer> records_result, ffi::Result<Numbers> slots, ffi::Result<Number> to_fill,
+                   ffi::Result<Number> hits, ffi::Result<Number> useful, ffi::Result<Number> recalled,
+                   ffi::Result<Number> written, ffi::Result<Number> evicted, ffi::Result<Numbers> scratch) {
   constexpr const char* kTarget = "echo_require";
   AllocateViews list;
   RecallViews moves;
   ECHO_RETURN_IF_ERROR(ViewMaps(kTarget, slot_of, host_of, priority, free, slot_of_result, host_of_result,
                                 priority_result, free_result, &list.maps));
-  ECHO_RETURN_IF_ERROR(ViewRequire(kTarget, rows, touched, staged, records, pool, layer, fresh, staged_records,
-                                   records_result, slots, {to_fill, hits, useful, recalled, written, evicted}, scratch,
-                                   per_seat, new_per_seat, &list, &moves));
+  ECHO_RETURN_IF_ERROR(ViewRequire(kTarget, table, new_rows, positions, touched, staged, records, pool, layer, fresh,
+                                   staged_records, records_result, slots,
+                                   {to_fill, hits, useful, recalled, written, evicted}, scratch, &list, &moves));
   uintptr_t addresses = 0;
   for (const std::byte* data : {moves.records.data, moves.fresh.data, moves.staged.data, moves.pool.records.data}) {
     addresses |= reinterpret_cast<uintptr_t>(data);

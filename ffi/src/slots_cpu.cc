@@ -191,7 +191,7 @@ ffi::Error AllocateOnCpu(const char* target, const AllocateViews& list) {
   }
 
   // What to copy: new rows and first mentions of missing ones.
-  const int32_t new_rows = static_cast<int32_t>(list.new_rows());
+  const int32_t new_rows = static_cast<int32_t>(list.count_of_new());
   size_t rank = 0;
   int32_t fills = 0, useful = 0, recalled = 0, written = 0;
   for (int32_t m = 0, place = 0; m < length; ++m, place = place + 1 == list.per_seat ? 0 : place + 1) {

@@ -57,11 +57,18 @@ __device__ void Look(Block<kBlocks>& block) {
   int round = block.run_begin;
   do {
     int32_t row[kTogether], found[kTogether], given[kTogether];
+    unsigned positions = 0;
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const int m = round + 32 * i + Lane();
-      row[i] = m < block.run_end ? task.rows[m] : kNoRow;
       given[i] = m < block.run_end ? task.touched[m] : 0;
+      bool is_position = false;
+      row[i] = m < block.run_end ? *block.SaidAt(m, &is_position) : kNoRow;
+      positions |= is_position ? 1u << i : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (positions >> i & 1) row[i] = block.RowOf(round + 32 * i + Lane(), row[i]);
     }
     SampleShare<kBlocks> samples;
     if (!has_met) samples.Load(block);
@@ -84,6 +91,7 @@ __device__ void Look(Block<kBlocks>& block) {
     for (int i = 0; i < kTogether; ++i) {
       const int m = round + 32 * i + Lane();
       const bool is_row = block.IsRow(row[i]), is_resident = block.IsSlot(found[i]), is_missing = is_row && !is_resident;
+      if (is_missing || (is_row && block.IsNew(m))) block.row()[m] = row[i];
       if (is_missing) Mark(block, m, row[i], given[i]);
       hits += __popc(__ballot_sync(kAllLanes, is_resident && !was_marked[i]));
       missing += __popc(__ballot_sync(kAllLanes, is_missing));
@@ -126,7 +134,7 @@ __device__ void WriteFound(Block<kBlocks>& block) {
       const int m = round + 32 * i + Lane();
       if (m >= block.run_end) continue;
       if (seen[i] > kNoSlot) task.priority[seen[i]] = Clamped(given[i]);
-      task.slots[m] = seen[i];
+      block.GiveSlot(m, seen[i]);
       if (!task.are_fills_a_result) continue;
       task.fill_rows[m] = task.fill_slots[m] = task.fill_mention[m] = task.fill_source[m] = -1;
     }

@@ -55,7 +55,7 @@ __device__ void Rank(Block<kBlocks>& block) {
       const int m = round + 32 * i + Lane();
       seen[i] = m < block.run_end ? block.seen[m - block.begin] : kNoSlot;
       given[i] = seen[i] < kNoSlot ? task.touched[m] : 0;
-      if (seen[i] == kMissing) seen[i] = __ldcg(task.slot_of + task.rows[m]);
+      if (seen[i] == kMissing) seen[i] = __ldcg(task.slot_of + block.row()[m]);
     }
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
@@ -137,7 +137,7 @@ __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
     const unsigned firsts = __ballot_sync(kAllLanes, is_first), filled = __ballot_sync(kAllLanes, is_first || is_new);
     const unsigned below = (1u << Lane()) - 1;
     // Together, and before any of them is waited for.
-    const int32_t row = is_first || is_new ? task.rows[m] : kNoRow;
+    const int32_t row = is_first || is_new ? block.row()[m] : kNoRow;
     const int32_t best = is_first ? __ldcg(block.best() + m) : 0;
     const int32_t place = is_first ? __ldcg(block.place() + m) : INT32_MAX;
     int32_t slot = seen;
@@ -148,7 +148,7 @@ __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
       const int first = block.MentionOf(seen);
       slot = slot_of_rank(shared.first_before[first / task.segment] + __ldcg(block.order() + first));
     }
-    if (seen < kNoSlot) task.slots[m] = slot;
+    if (seen < kNoSlot) block.GiveSlot(m, slot);
     if (is_first || is_new) {
       int32_t source = kSourceHost;
       if (is_new) {

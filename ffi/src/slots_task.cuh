@@ -25,10 +25,11 @@ inline constexpr int kMostGuessed = kThreads;  // slots that are taken by a gues
 struct AllocateTask {
   int32_t *slot_of, *host_of, *priority;
   bool* free;
-  const int32_t *rows, *touched, *staged;
+  const int32_t *rows, *touched, *staged;          // without rows:
+  const int32_t *new_rows, *table, *positions;     // as AllocateViews has them
   int32_t *slots, *fill_rows, *fill_slots, *fill_mention, *fill_source, *scratch;
   int32_t* counts[kCounts];
-  int32_t host_rows, device_slots, length, staged_length, per_seat, new_per_seat;
+  int32_t host_rows, device_slots, length, staged_length, per_seat, new_per_seat, table_width;
   bool are_fills_a_result;  // -1 stands behind the last of them; else they say nothing there
 
   // Derived from the sizes above by Divide.
@@ -38,7 +39,7 @@ struct AllocateTask {
   int32_t run;           // entries of a warp, a multiple of 32
   int32_t adjacent;      // slots of a block, a multiple of 32
   bool are_keys_shared;  // their priorities are kept in shared memory; else read again
-  bool is_list_shared;   // what the mentions were found to be is kept in shared memory; else in `slots`
+  bool is_list_shared;   // what the mentions were found to be is kept in shared memory; else in scratch
 };
 
 // Of one block that chooses slots among all. The fields named `of_blocks` are written by every block into every other.
@@ -121,7 +122,7 @@ struct Block {
     if (task.are_keys_shared) memory += task.adjacent * int64_t{4};
     is_protected = reinterpret_cast<uint32_t*>(memory);
     memory += words() * int64_t{4};
-    seen = task.is_list_shared ? reinterpret_cast<int32_t*>(memory) : task.slots + begin;
+    seen = task.is_list_shared ? reinterpret_cast<int32_t*>(memory) : Scratch(8) + begin;
   }
 
   __device__ int Within(int64_t entry) const { return static_cast<int>(min(entry, static_cast<int64_t>(task.length))); }
@@ -132,6 +133,28 @@ struct Block {
   __device__ int MentionOf(int32_t marker) const { return marker + task.length + 1; }
   __device__ bool IsNew(int mention) const {
     return task.new_per_seat > 0 && mention % task.per_seat < task.new_per_seat;
+  }
+
+  // What says which row a mention names: the row itself, or a position of the seat's table.
+  __device__ const int32_t* SaidAt(int mention, bool* is_position) const {
+    *is_position = false;
+    if (task.rows != nullptr) return task.rows + mention;
+    const int seat = mention / task.per_seat, at = mention - seat * task.per_seat - task.new_per_seat;
+    if (at < 0) return task.new_rows + (seat + 1) * task.new_per_seat + at;
+    *is_position = true;
+    return task.positions + seat * (task.per_seat - task.new_per_seat) + at;
+  }
+  __device__ int32_t RowOf(int mention, int32_t position) const {
+    if (position < 0 || position >= task.table_width) return kNoRow;
+    return task.table[mention / task.per_seat * static_cast<int64_t>(task.table_width) + position];
+  }
+  __device__ void GiveSlot(int mention, int32_t slot) const {
+    if (task.rows != nullptr) {
+      task.slots[mention] = slot;
+      return;
+    }
+    const int seat = mention / task.per_seat, at = mention - seat * task.per_seat - task.new_per_seat;
+    if (at >= 0) task.slots[seat * (task.per_seat - task.new_per_seat) + at] = slot;
   }
 
   // The block's slots: words of 32, its first one, and how many there are.
@@ -147,6 +170,7 @@ struct Block {
   __device__ int32_t* place() const { return Scratch(0); }  // lowest place in staged
   __device__ int32_t* best() const { return Scratch(1); }   // highest priority given
   __device__ int32_t* order() const { return Scratch(2); }  // rank in its block
+  __device__ int32_t* row() const { return Scratch(7); }    // of missing and of new ones
 };
 
 inline AllocateTask TaskOf(const AllocateViews& list, bool are_fills_a_result) {
@@ -158,6 +182,9 @@ inline AllocateTask TaskOf(const AllocateViews& list, bool are_fills_a_result) {
   task.rows = list.rows;
   task.touched = list.touched;
   task.staged = list.staged;
+  task.new_rows = list.new_rows;
+  task.table = list.table;
+  task.positions = list.positions;
   task.slots = list.slots;
   task.fill_rows = list.fill_rows;
   task.fill_slots = list.fill_slots;
@@ -171,6 +198,7 @@ inline AllocateTask TaskOf(const AllocateViews& list, bool are_fills_a_result) {
   task.staged_length = static_cast<int32_t>(list.staged_length);
   task.per_seat = static_cast<int32_t>(list.per_seat);
   task.new_per_seat = static_cast<int32_t>(list.new_per_seat);
+  task.table_width = static_cast<int32_t>(list.table_width);
   task.are_fills_a_result = are_fills_a_result;
   return task;
 }

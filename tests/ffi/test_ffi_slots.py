@@ -272,10 +272,35 @@ def test_pools_that_do_not_fit_the_maps_are_refused(library):
         (SLOTS, HOST_ROWS + 1, none, "slot_of has length 64 but axis 1 of host_pool has length 65"),
         (SLOTS, HOST_ROWS, records, "new rows has length 0 but new has length 8"),
     ):
-        operands = pool_of((slots, 4)), pool_of((2, rows, 4)), jnp.int32(0), new, none
-        call = functools.partial(_ffi.require, per_seat=1, new_per_seat=0)
+        operands = numbers(1), numbers(), pool_of((slots, 4)), pool_of((2, rows, 4)), jnp.int32(0), new, none
+        lists = numbers(1, 2)[None], numbers()[None], numbers(0)[None]
         with pytest.raises(Exception, match=message):
-            jax.block_until_ready(jax.jit(call)(pool.leaves(maps), numbers(1), numbers(1), numbers(), *operands))
+            jax.block_until_ready(jax.jit(_ffi.require)(pool.leaves(maps), *lists, *operands))
+
+
+def test_positions_outside_the_table_are_refused_on_a_cpu(library, device):
+    if device.platform != "cpu":
+        pytest.skip("on a GPU they are skipped")
+    maps, records = some_maps(), jnp.zeros((SLOTS, 4))
+    operands = numbers(1, 1), numbers(), records, jnp.zeros((2, HOST_ROWS, 4)), jnp.int32(0), records[:0], records[:0]
+    lists = numbers(1, 2)[None], numbers()[None], numbers(0, 2)[None]
+    with pytest.raises(Exception, match=r"positions\[1\] is 2 but table holds 2 positions"):
+        jax.block_until_ready(jax.jit(_ffi.require)(pool.leaves(maps), *lists, *operands))
+
+
+@pytest.mark.parametrize(
+    "lists, message",
+    [
+        ((numbers(1, 2), numbers()[None], numbers(0)[None]), r"table has shape \[2\] but needs one list a seat"),
+        ((numbers(1, 2)[None], jnp.zeros((2, 0), jnp.int32), numbers(0)[None]), "table has length 1 but new_rows has"),
+        ((numbers(1, 2)[None], numbers()[None], numbers(0, 1)[None]), "rows has length 2 but touched has length 1"),
+    ],
+)
+def test_positions_that_do_not_fit_are_refused(library, lists, message):
+    maps, records = some_maps(), jnp.zeros((SLOTS, 4))
+    operands = numbers(1), numbers(), records, jnp.zeros((2, HOST_ROWS, 4)), jnp.int32(0), records[:0], records[:0]
+    with pytest.raises(Exception, match=message):
+        jax.block_until_ready(jax.jit(_ffi.require)(pool.leaves(maps), *lists, *operands))
 
 
 @pytest.mark.parametrize("implementation, message", [("cuda", "CUDA device"), ("triton", "must be one of")])
@@ -324,24 +349,43 @@ class Moved(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("records", "pool", "fresh", "staged", "layer")),
+        *((name, ctypes.c_void_p) for name in ("table", "new_rows", "positions")),
         *((name, ctypes.c_int64) for name in ("layers", "bytes")),
         ("is_aligned", ctypes.c_int32),
     )
 
 
-def emulate(emulator, maps, rows, priority, staged, *, per_seat, new_per_seat, blocks, shared_limit, seed, moved=None):
-    """pool.allocate's results by the emulated kernel; every buffer it should write holds garbage before."""
+def emulate(
+    emulator,
+    maps,
+    rows,
+    priority,
+    staged,
+    *,
+    per_seat,
+    new_per_seat,
+    blocks,
+    shared_limit,
+    seed,
+    moved=None,
+    table_width=0,
+):
+    """pool.allocate's results by the emulated kernel; every buffer it should write holds garbage before.
+
+    With `moved` those of echo_require, whose slots are those of the positions alone.
+    """
     random = np.random.default_rng(seed)
     length = len(rows)
     kept = [np.array(array) for array in (maps.slot_of, maps.host_of, maps.priority)]
     free = np.array(maps.free)
     given = [np.array(array, np.int32) for array in (rows, priority, staged)]
-    results = garbage(random, *[length] * 5, *[1] * 6, 7 * length)
+    selected = length // per_seat * (per_seat - new_per_seat)
+    results = garbage(random, length if moved is None else selected, *[length] * 4, *[1] * 6, 9 * length)
     error = ctypes.create_string_buffer(200)
     emulator.Emulate(
         pointers_to([*kept, *given, *results]),
         free.ctypes.data_as(ctypes.c_void_p),
-        sizes_of(len(maps.slot_of), len(free), length, len(staged), per_seat, new_per_seat),
+        sizes_of(len(maps.slot_of), len(free), length, len(staged), per_seat, new_per_seat, table_width),
         moved,
         ctypes.c_int(blocks),
         ctypes.c_int64(shared_limit),
@@ -364,6 +408,19 @@ RECORD_WORDS = 8
 LAYERS, LAYER = 2, 1
 
 
+def said_by_positions(random, rows, new_per_seat):
+    """New rows, a table and positions that say `rows` i32[B, T + S]: padding is a position that is none, or is outside
+    the table, or one that has no row."""
+    seats, selected = rows.shape[0], rows.shape[1] - new_per_seat
+    table = np.full((seats, selected + 5), NO_ROW, np.int32)
+    places = np.stack([random.permutation(table.shape[1])[:selected] for _ in range(seats)])
+    np.put_along_axis(table, places, rows[:, new_per_seat:], axis=1)
+    odd = np.where(random.random(places.shape) < 0.5, -1, table.shape[1] + 3)
+    is_odd = (rows[:, new_per_seat:] == NO_ROW) & (random.random(places.shape) < 0.7)
+    positions = np.where(is_odd, odd, places).astype(np.int32)
+    return np.ascontiguousarray(rows[:, :new_per_seat]), table, positions
+
+
 def check_records(emulator, maps, rows, priority, staged, expected, *, per_seat, new_per_seat, **run):
     """echo_require by the emulated kernel: the maps of echo_allocate, and every record where its fills say."""
     shapes = (len(maps.host_of),), (LAYERS, len(maps.slot_of)), (len(rows) // per_seat * new_per_seat,), (len(staged),)
@@ -376,7 +433,10 @@ def check_records(emulator, maps, rows, priority, staged, expected, *, per_seat,
         if slot >= 0:
             filled[slot] = host[LAYER, row] if source < 0 else np.concatenate([fresh, ahead])[source]
     layer, pointer = np.asarray(LAYER, np.int32), ctypes.c_void_p
-    addresses = (pointer(array.ctypes.data) for array in (records, host, fresh, ahead, layer))
+    new_rows, table, positions = said_by_positions(random, rows.reshape(-1, per_seat), new_per_seat)
+    addresses = (
+        pointer(array.ctypes.data) for array in (records, host, fresh, ahead, layer, table, new_rows, positions)
+    )
     moved = Moved(*addresses, LAYERS, 4 * RECORD_WORDS, run["seed"] % 2)
     made = emulate(
         emulator,
@@ -387,9 +447,11 @@ def check_records(emulator, maps, rows, priority, staged, expected, *, per_seat,
         per_seat=per_seat,
         new_per_seat=new_per_seat,
         moved=ctypes.byref(moved),
+        table_width=table.shape[1],
         **run,
     )
-    assert_equal(made, expected)
+    of_positions = expected[1].slots.reshape(-1, per_seat)[:, new_per_seat:].reshape(-1)
+    assert_equal(made, (expected[0], expected[1]._replace(slots=of_positions)))
     # A step's new rows differ, those of a drawn list need not: a slot that is filled twice may hold either record.
     is_clear = np.bincount(fills.slots[: fills.count], minlength=len(records)) < 2
     np.testing.assert_array_equal(records[is_clear], filled[is_clear])

@@ -28,7 +28,7 @@ enum Count : int { kToFill, kHits, kUseful, kRecalled, kWritten, kEvicted, kCoun
 
 // Words of scratch of echo_allocate and of echo_require, which lists its fills behind the former; _ffi.py holds the same
 // numbers.
-constexpr int64_t AllocateScratch(int64_t length) { return 7 * length; }
+constexpr int64_t AllocateScratch(int64_t length) { return 9 * length; }
 constexpr int64_t RequireScratch(int64_t length) { return AllocateScratch(length) + 4 * length; }
 
 struct Maps {
@@ -42,22 +42,26 @@ struct Maps {
 
 struct AllocateViews {
   Maps maps;
-  const int32_t* rows = nullptr;     // [length]
+  const int32_t* rows = nullptr;     // [length], or null: then what the four below say
+  const int32_t* new_rows = nullptr;   // [seats, new_per_seat]
+  const int32_t* table = nullptr;      // [seats, table_width]  host row of every position
+  const int32_t* positions = nullptr;  // [seats, per_seat - new_per_seat]
+  int64_t table_width = 0;
   const int32_t* touched = nullptr;  // [length]  the priority each entry gives its slot
   const int32_t* staged = nullptr;   // [staged_length]
   int64_t length = 0;
   int64_t staged_length = 0;
   int64_t per_seat = 0;
   int64_t new_per_seat = 0;
-  int32_t* slots = nullptr;         // [length], as the four below
-  int32_t* fill_rows = nullptr;
+  int32_t* slots = nullptr;         // [length]; without rows as positions
+  int32_t* fill_rows = nullptr;     // [length], as the three below
   int32_t* fill_slots = nullptr;
   int32_t* fill_mention = nullptr;
   int32_t* fill_source = nullptr;
   int32_t* counts[kCounts] = {};  // one number each
   int32_t* scratch = nullptr;  // [AllocateScratch(length)]
 
-  int64_t new_rows() const { return length / per_seat * new_per_seat; }
+  int64_t count_of_new() const { return length / per_seat * new_per_seat; }
   bool IsNew(int64_t mention) const { return mention % per_seat < new_per_seat; }
   int32_t NewPlace(int64_t mention) const {
     return static_cast<int32_t>(mention / per_seat * new_per_seat + mention % per_seat);
@@ -90,11 +94,10 @@ inline ffi::Error ViewMaps(const char* target, Numbers slot_of, Numbers host_of,
 using NumbersResult = ffi::Result<Numbers>;
 using CountResults = std::initializer_list<ffi::Result<Number>>;
 
-// All but where the fills are listed. `views->maps` is seen already.
-inline ffi::Error ViewList(const char* target, Numbers rows, Numbers touched, Numbers staged, NumbersResult slots,
-                           CountResults counts, NumbersResult scratch, int64_t scratch_wanted, int64_t per_seat,
-                           int64_t new_per_seat, AllocateViews* views) {
-  const int64_t length = rows.element_count();
+// All but the rows, their slots, and where the fills are listed. `views->maps` is seen already.
+inline ffi::Error ViewList(const char* target, int64_t length, Numbers touched, Numbers staged, CountResults counts,
+                           NumbersResult scratch, int64_t scratch_wanted, int64_t per_seat, int64_t new_per_seat,
+                           AllocateViews* views) {
   if (per_seat < 1 || length % per_seat != 0 || new_per_seat < 0 || new_per_seat > per_seat) {
     return Refuse(target, ": rows has length ", length, ", per_seat is ", per_seat, " and new_per_seat is ",
                   new_per_seat, "; whole lists of per_seat entries are needed, each with at most so many new rows");
@@ -102,16 +105,13 @@ inline ffi::Error ViewList(const char* target, Numbers rows, Numbers touched, Nu
   // Entries are numbered below NO_SLOT while they wait for a slot.
   if (length >= INT32_MAX) return Refuse(target, ": rows has length ", length, " but at most 2147483646 fit");
   ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "touched", touched.element_count()));
-  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "slots", slots->element_count()));
   ECHO_RETURN_IF_ERROR(SameLength(target, "scratch wanted", scratch_wanted, "scratch", scratch->element_count()));
-  views->rows = rows.typed_data();
   views->touched = touched.typed_data();
   views->staged = staged.typed_data();
   views->length = length;
   views->staged_length = staged.element_count();
   views->per_seat = per_seat;
   views->new_per_seat = new_per_seat;
-  views->slots = slots->typed_data();
   int32_t** next = views->counts;
   for (const ffi::Result<Number>& count : counts) *next++ = const_cast<ffi::Result<Number>&>(count)->typed_data();
   views->scratch = scratch->typed_data();
@@ -123,12 +123,15 @@ inline ffi::Error ViewAllocate(const char* target, Numbers rows, Numbers touched
                                NumbersResult fill_source, CountResults counts, NumbersResult scratch, int64_t per_seat,
                                int64_t new_per_seat, AllocateViews* views) {
   const int64_t length = rows.element_count();
-  ECHO_RETURN_IF_ERROR(ViewList(target, rows, touched, staged, slots, counts, scratch, AllocateScratch(length), per_seat,
+  ECHO_RETURN_IF_ERROR(ViewList(target, length, touched, staged, counts, scratch, AllocateScratch(length), per_seat,
                                 new_per_seat, views));
+  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "slots", slots->element_count()));
   ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_rows", fill_rows->element_count()));
   ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_slots", fill_slots->element_count()));
   ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_mention", fill_mention->element_count()));
   ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "fill_source", fill_source->element_count()));
+  views->rows = rows.typed_data();
+  views->slots = slots->typed_data();
   views->fill_rows = fill_rows->typed_data();
   views->fill_slots = fill_slots->typed_data();
   views->fill_mention = fill_mention->typed_data();
@@ -157,14 +160,6 @@ auto BindMapResults(Binding&& binding) {
 }
 
 template <typename Binding>
-auto BindListArguments(Binding&& binding) {
-  return BindMapArguments(std::move(binding))
-      .template Arg<Numbers>()   // rows
-      .template Arg<Numbers>()   // touched
-      .template Arg<Numbers>();  // staged
-}
-
-template <typename Binding>
 auto BindListResults(Binding&& binding) {
   return std::move(binding)
       .template Ret<Number>()   // to_fill
@@ -173,20 +168,25 @@ auto BindListResults(Binding&& binding) {
       .template Ret<Number>()   // recalled
       .template Ret<Number>()   // written
       .template Ret<Number>()   // evicted
-      .template Ret<Numbers>()  // scratch
-      .template Attr<int64_t>("per_seat")
-      .template Attr<int64_t>("new_per_seat");
+      .template Ret<Numbers>();  // scratch
 }
 
 template <typename Binding>
 auto BindAllocate(Binding&& binding) {
-  auto listed = BindMapResults(BindListArguments(std::move(binding)))
+  auto taken = BindMapArguments(std::move(binding))
+                   .template Arg<Numbers>()   // rows
+                   .template Arg<Numbers>()   // touched
+                   .template Arg<Numbers>();  // staged
+  auto listed = BindMapResults(std::move(taken))
                     .template Ret<Numbers>()   // slots
                     .template Ret<Numbers>()   // fill_rows
                     .template Ret<Numbers>()   // fill_slots
                     .template Ret<Numbers>()   // fill_mention
                     .template Ret<Numbers>();  // fill_source
-  return BindListResults(std::move(listed)).template Attr<int64_t>("blocks");
+  return BindListResults(std::move(listed))
+      .template Attr<int64_t>("per_seat")
+      .template Attr<int64_t>("new_per_seat")
+      .template Attr<int64_t>("blocks");
 }
 
 template <typename Binding>

@@ -43,13 +43,14 @@ extern "C" {
 // What echo_require moves beside what echo_allocate decides.
 struct Moved {
   std::byte *records, *pool, *fresh, *staged;
-  const int32_t* layer;
+  const int32_t *layer, *table, *new_rows, *positions;
   int64_t layers, bytes;
   int32_t is_aligned;
 };
 
 // Operands as in targets.h, the fills behind `slots`; sizes: host_rows, device_slots, length, staged_length, per_seat,
-// new_per_seat; moved: null for echo_allocate. Writes what went wrong into error[200], or nothing.
+// new_per_seat, table_width; moved: null for echo_allocate, else the rows are said by table, new_rows and positions.
+// Writes what went wrong into error[200], or nothing.
 void Emulate(int32_t* const* numbers, bool* free, const int32_t* sizes, const Moved* moved, int blocks,
              int64_t shared_limit, uint64_t seed, char* error) {
   echo_ffi::RequireTask whole{};
@@ -74,6 +75,13 @@ void Emulate(int32_t* const* numbers, bool* free, const int32_t* sizes, const Mo
   task.staged_length = sizes[3];
   task.per_seat = sizes[4];
   task.new_per_seat = sizes[5];
+  task.table_width = sizes[6];
+  if (moved != nullptr) {
+    task.rows = nullptr;
+    task.table = moved->table;
+    task.new_rows = moved->new_rows;
+    task.positions = moved->positions;
+  }
   task.are_fills_a_result = moved == nullptr;
   if (moved != nullptr) {
     const int64_t fresh = int64_t{task.length} / task.per_seat * task.new_per_seat;
