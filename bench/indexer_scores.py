@@ -79,8 +79,9 @@ class Timed:
         return self.bytes_moved / (self.kernel.median * 1e-6)
 
 
-def arguments(keys: str, seats: int, length: int) -> tuple[jax.Array, ...]:
-    """Random stored keys on the device; every seat has its own pages, scattered over the pool."""
+def arguments(keys: str, seats: int, length: int, are_scattered: bool = True) -> tuple[jax.Array, ...]:
+    """Random stored keys on the device; every seat has its own pages, scattered over the pool, or one after another as
+    admission to an empty pool gives them."""
     pool = seats * length // PAGE
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -100,7 +101,8 @@ def arguments(keys: str, seats: int, length: int) -> tuple[jax.Array, ...]:
     stored = jnp.float8_e4m3fn if keys == "fp8" else jnp.bfloat16
     query = jnp.asarray(random.standard_normal((seats, 1, HEADS, WIDTH), np.float32)).astype(stored)
     weights = jnp.asarray(random.standard_normal((seats, 1, HEADS), np.float32))
-    numbers = jnp.asarray(random.permutation(pool).reshape(seats, -1).astype(np.int32))
+    order = random.permutation(pool) if are_scattered else np.arange(pool)
+    numbers = jnp.asarray(order.reshape(seats, -1).astype(np.int32))
     visible = jnp.full((seats, 1), length, jnp.int32)
     return jax.block_until_ready((query, weights, fill(jax.random.key(0), min(pool, 4096)), numbers, visible))
 

@@ -7,10 +7,11 @@ check   every case of `pallas_kernels.indexer_prefetch.cases` with a pinned pool
 stress  1,000 calls over 64K positions with changing lengths, caps and thresholds: counts hold, nothing hangs; 15 s
 bench   the claims D.speedup_*, D.gain_*, D.zero_candidates_ratio; other caps; the ways of the whole road; writes rows.
         Claims are written when a format is measured, and again, with the worse of both, after the next
-tune    who fetches, and how, at 16 x 131,072, FP8 records, and whether trips are right; prints only
+tune    who fetches, and how, at 16 x 131,072, FP8 records, prints only
 once    a few calls of each format and nothing else, for a profiler
 
-    --seats 16 --lengths 131072 --hits 0.5,0.9 --records fp8,bf16 --roads short,whole --repeats 30
+    --seats 16 --lengths 131072 --pages in-order,scattered --hits 0.5,0.9 --records fp8,bf16 --roads short,whole
+    --repeats 30
 
 The default is 16 x 131,072; `--seats 1,8,16,32 --lengths 32768,65536,98304,131072 --repeats 12` is the whole grid,
 whose claims still come from 16 x 131,072 (but D.speedup_hit50_best, from the best shape).
@@ -63,6 +64,7 @@ class Options:
     roads: tuple[str, ...]
     repeats: int
     threads: int
+    pages: tuple[str, ...]  # how they lie; the first is the claims'
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -97,25 +99,35 @@ def bench(options: Options) -> None:
         for records in options.records:
             pools[records] = calls.unwritten_pool_of(records, options.host_rows)
             clock.lap(f"pool of {records} records, {pools[records].nbytes / 2**30:.1f} GiB")
+        programs = functools.cache(compiling.result)
         for seats, length in options.shapes:
-            points += bench_shape(seats, length, pools, compiling, options, clock)
-            clock.lap(f"{seats} x {length}")
+            for pages in options.pages:
+                points += bench_shape(seats, length, pages, pools, compiling, programs, options, clock)
+                clock.lap(f"{seats} x {length}")
         if len(options.shapes) > 1:
             claims([point for point in points if point.hit == 0.5], options)
 
 
 def bench_shape(
-    seats: int, length: int, pools: dict[str, Any], compiling: Compiling, options: Options, clock: timing.Clock
+    seats: int,
+    length: int,
+    pages: str,
+    pools: dict[str, Any],
+    compiling: Compiling,
+    compiled: Callable[[Any, str], Any],
+    options: Options,
+    clock: timing.Clock,
 ) -> list[Point]:
     """The short road in every format, with the claims as they are by then; what explains them; and the whole road."""
-    is_main, given, points = (seats, length) == MAIN, calls.inputs(seats, length), []
+    is_main = (seats, length, pages) == (*MAIN, calls.USUALLY)
+    given, points = calls.inputs(seats, length, pages), []
     clock.lap("queries and thresholds")
     repeats = options.repeats_at(seats, length)
     bounds = {records: Bound(given, records, pool, repeats) for records, pool in pools.items()}
     programs = {}
     for records in bounds:
         compiling.wait((seats, length, records))
-        programs[records] = functools.cache(functools.partial(compiling.result, (seats, length, records)))
+        programs[records] = functools.partial(compiled, (seats, length, records))
     clock.lap("compilers")
     first = options.records[0]
     indexer = bounds[first].time(programs[first]("resident"), 0, 0)
@@ -123,16 +135,15 @@ def bench_shape(
         points += short_road(bound, programs[records], indexer, options.hits)
         if is_main:
             claims(points, options)
-    for records, bound in bounds.items() if is_main else ():
+    for records, bound in bounds.items() if (seats, length) == MAIN else ():
         of_format = [point for point in points if point.records == records]
         sweep_caps(bound, programs[records]("fused"), of_format)
         timeline(bound, programs[records]("timeline"), of_format)
     if is_main:
         zero_candidates(bounds[first], programs[first])
     if "whole" in options.roads:
-        caps = {point.records: point.cap for point in points}
         for records, bound in bounds.items():
-            whole_road(bound, programs[records], options.hits, caps[records])
+            whole_road(bound, programs[records], {p.hit: p.cap for p in points if p.records == records})
     if len(options.shapes) > 1:
         calls.inputs.cache_clear()
     return points
@@ -140,13 +151,11 @@ def bench_shape(
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "as tuned": {},
-    "trips of 2": dict(trip=2),
-    "trips of 4": dict(trip=4),
-    "trips of 4, 1 warpgroup": dict(trip=4, fetchers=1),
-    "trips of 4, runs of 4": dict(trip=4, run=4),
+    "2 records together": dict(together=2),
+    "1 warpgroup": dict(fetchers=1),
     "runs of 4": dict(run=4),
 }
-TUNED_AT = ((1.0, 0), (0.95, 144), (0.9, 144), (0.9, 256), (0.8, 144), (0.5, 144), (0.5, 256))  # hit rates and caps
+TUNED_AT = ((1.0, 0), (0.95, 160), (0.9, 160), (0.9, 256), (0.8, 256), (0.5, 160), (0.5, 512))  # hit rates and caps
 
 
 def tune(options: Options) -> None:
@@ -159,21 +168,22 @@ def tune(options: Options) -> None:
     for name, tuning in variants.items():
         program = functools.partial(calls.fused, staging=STAGING["short"], tuning=tuning)
         compiling.add(MAIN, {name: dataclasses.replace(jobs["fused"], program=program)})
-    bound = Bound(calls.inputs(*MAIN), "fp8", calls.pool_of("fp8", host_rows)[0], options.repeats)
+    calls.inputs(*MAIN, options.pages[0])  # compiles too
+    held = calls.unwritten_pool_of("fp8", host_rows)
     compiling.wait(MAIN)
-    print(f"indexer alone {spread(bound.time(compiling.result(MAIN, 'resident'), 0, 0))}")
-    print("us of scores, prefetch and recall, by hit rate and cap")
+    programs = functools.cache(functools.partial(compiling.result, MAIN))
+    for pages in options.pages:
+        given = calls.inputs(*MAIN, pages)
+        tune_at(Bound(given, "fp8", held, options.repeats), variants, programs)
+
+
+def tune_at(bound: Bound, variants: dict[str, Tuning], programs: Callable[[str], Any]) -> None:
+    print(f"indexer alone {spread(bound.time(programs('resident'), 0, 0))}")
+    print(f"us of scores, prefetch and recall, by hit rate and cap; {bound.given.pages_lie} pages")
     print(" " * 28 + "".join(f"{f'{hit}, {cap}':>20}" for hit, cap in TUNED_AT))
     for name in variants:
-        compiled = compiling.result(MAIN, name)
-        times = [bound.time(compiled, misses_at(hit), cap) for hit, cap in TUNED_AT]
+        times = [bound.time(programs(name), misses_at(hit), cap) for hit, cap in TUNED_AT]
         print(f"    {name:24}" + "".join(f"{spread(value):>20}" for value in times), flush=True)
-    for trip in sorted({tuning.trip for tuning in variants.values()} - {usual.trip}):
-        differing = prefetch_checks.check_long("fp8", dataclasses.replace(usual, trip=trip))
-        print(
-            f"    trips of {trip}: {differing} scores, rows, counts or records differ from what they should be",
-            flush=True,
-        )
 
 
 def add_unmarked(compiling: Compiling, key: Any, job: timing.Job) -> None:
@@ -215,7 +225,7 @@ def zero_candidates(bound: Bound, programs: Callable[[str], Any]) -> None:
 
 def claims(points: list[Point], options: Options) -> None:
     """Those that these points answer."""
-    main = [point for point in points if (point.seats, point.length) == MAIN]
+    main = [point for point in points if (point.seats, point.length, point.pages) == (*MAIN, calls.USUALLY)]
     for claim, point, value in _answers(main, points):
         print(f"{claim} {value:.3f} ({point.seats} x {point.length}, {point.records}, hit {point.hit})", flush=True)
         harness.record(
@@ -225,9 +235,9 @@ def claims(points: list[Point], options: Options) -> None:
             file=FILE,
             shapes=point.shapes | dict(cap=point.cap),
             method=METHOD.format(repeats=options.repeats_at(point.seats, point.length))
-            + "; scores, and one recall that fills slots from staging and from the host; without overlap: the faster "
-            "of both in turn and the sum of both alone; the recall's list is known beforehand"
-            + ("" if "best" in claim else "; the worse record format"),
+            + f"; {calls.USUALLY} pages; scores, and one recall that fills slots from staging and from the host; "
+            "without overlap: the faster of both in turn and the sum of both alone; the recall's list is known "
+            "beforehand" + ("" if "best" in claim else "; the worse record format"),
             notes=point.notes(),
         )
 
@@ -274,6 +284,7 @@ def parse(arguments: list[str]) -> tuple[list[str], Options]:
     parser.add_argument("--roads", type=several(str), default=("short", "whole"))
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--threads", type=int, default=8, help="programs compiled side by side")
+    parser.add_argument("--pages", type=several(str), default=(calls.USUALLY,), help="in-order, scattered")
     given = vars(parser.parse_args(arguments))
     return given.pop("parts") or ["check", "stress", "bench"], Options(**given)
 

@@ -46,6 +46,10 @@ POOL_BYTES = 9 * 2**30  # and at least three layers
 MOST_MISSES = K // 2  # of a seat
 SLOTS = 3 * K  # of a seat
 SETS = 10  # of queries, maps and rows
+IN_ORDER, SCATTERED = "in-order", "scattered"
+"""How the pages of a seat lie in both pools: as an empty pool hands them out, or anywhere, which is the worst that
+admissions and releases could leave behind."""
+USUALLY = IN_ORDER
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -73,6 +77,11 @@ class Inputs:
     visible: jax.Array
     rows: jax.Array  # i32[B, P]  host row of every position
     sets: tuple[Set, ...]
+    pages_lie: str = USUALLY
+
+    def named(self, name: str) -> str:
+        """Of a row: says how pages lie where that is not the usual way."""
+        return name if self.pages_lie == USUALLY else f"{self.pages_lie} pages: {name}"
 
     @property
     def lengths(self) -> jax.Array:
@@ -109,26 +118,27 @@ class Shared(NamedTuple):
 
 
 @functools.cache
-def inputs(seats: int, length: int) -> Inputs:
-    _, weights, pages, numbers, visible = plain.arguments("fp8", seats, length)
+def inputs(seats: int, length: int, pages_lie: str = USUALLY) -> Inputs:
+    _, weights, pages, numbers, visible = plain.arguments("fp8", seats, length, pages_lie == SCATTERED)
     of_position = reference.host_rows(numbers)
-
-    @jax.jit
-    def best(key):
-        query = jax.random.normal(key, (seats, 1, HEADS, WIDTH)).astype(jnp.float8_e4m3fn)
-        score = indexer_scores(query, weights, pages, numbers, visible, implementation="mosaic_gpu")[:, 0]
-        found, more = (indexer.select(score, visible[:, 0] - 1, k) for k in (K, 2 * K))  # the last one is this step's
-        rows = jnp.take_along_axis(of_position, found.positions, axis=1)
-        threshold, bound = (jnp.nextafter(some.kth_score, jnp.float32(-jnp.inf)) for some in (found, more))
-        return query, threshold, bound, rows
-
     random = np.random.default_rng(0)
-    made = [best(jax.random.key(number)) for number in range(SETS)]
+    made = [_best(jax.random.key(number), weights, pages, numbers, visible, of_position) for number in range(SETS)]
     sets = tuple(
         Set(query, threshold, bound, random.permuted(np.asarray(rows), axis=1))
         for query, threshold, bound, rows in made
     )
-    return Inputs(seats, length, weights, pages, numbers, visible, of_position, sets)
+    return Inputs(seats, length, weights, pages, numbers, visible, of_position, sets, pages_lie)
+
+
+@jax.jit
+def _best(key, weights, pages, numbers, visible, of_position):
+    """Queries, thresholds, bounds and the host rows of the best."""
+    query = jax.random.normal(key, (numbers.shape[0], 1, HEADS, WIDTH)).astype(jnp.float8_e4m3fn)
+    score = indexer_scores(query, weights, pages, numbers, visible, implementation="mosaic_gpu")[:, 0]
+    found, more = (indexer.select(score, visible[:, 0] - 1, k) for k in (K, 2 * K))  # the last one is this step's
+    rows = jnp.take_along_axis(of_position, found.positions, axis=1)
+    threshold, bound = (jnp.nextafter(some.kth_score, jnp.float32(-jnp.inf)) for some in (found, more))
+    return query, threshold, bound, rows
 
 
 def misses_at(hit: float) -> int:

@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 
 from bench import harness
-from bench.prefetch_calls import FORMATS, SETS, K, Start, inputs, lists, missing, pool_of, prefetch, score, shared_of
+from bench.prefetch_calls import FORMATS, SETS, K, Start, inputs, missing, pool_of, prefetch, score, shared_of
 from echo_jax import hostmem
+from echo_jax.types import NO_SLOT
 from pallas_kernels import indexer_prefetch, indexer_scores
 from pallas_kernels.indexer_prefetch import ahead, cases
 from pallas_kernels.indexer_prefetch.shape import Tuning
@@ -87,10 +88,9 @@ def check_long(records: str, tuning: Tuning | None = None) -> int:
     given, misses = inputs(*LONG), K // 2
     host_rows = given.seats * given.length
     host_pool = pool_of(records, host_rows)[0]
-    maps, asked = missing(given, misses, host_rows), lists(given, misses, 0, misses)
+    maps, of_position = missing(given, misses, host_rows), np.asarray(given.rows)
     start, differing = Start(given.visible, ahead.blank(given.seats, misses)), 0
     for number, cap in ((0, K), (1, misses), (2, 100)):
-        staged = min(cap, misses)
         shared = shared_of(given, host_pool, cap)
         one, layer = given.sets[number], jnp.int32(number % host_pool.shape[0])
         asked_of = (start, one.query, one.threshold, maps[number].slot_of, shared, layer)
@@ -101,13 +101,15 @@ def check_long(records: str, tuning: Tuning | None = None) -> int:
         differing += int(jnp.sum(_bits(found.scores) != _bits(wanted)))
         differs = _bits(again) != _bits(found.records.reshape(again.shape))
         differing += int(np.sum(np.asarray(differs).reshape(is_staged.size, -1)[is_staged]))
-        listed, rows = np.asarray(found.rows), np.asarray(asked[number].rows)[: given.seats * misses]
-        for seat, of_seat in enumerate(rows.reshape(given.seats, misses)):
-            kept = set(listed[seat, :staged].tolist())
-            differing += len(kept - set(of_seat.tolist())) + abs(len(kept) - staged)
-        differing += int(np.sum(listed[:, staged:] != -1))
-        differing += int(np.sum(np.asarray(found.count) != staged))
-        differing += int(np.sum(np.asarray(found.refused) != misses - staged))
+        is_old = np.arange(given.length)[None] < np.asarray(given.lengths)[:, None]
+        is_candidate = is_old & (np.asarray(maps[number].slot_of)[of_position] == NO_SLOT)
+        is_candidate &= np.asarray(wanted)[:, 0] > np.asarray(one.threshold)[:, None]
+        for seat, listed in enumerate(np.asarray(found.rows)):
+            candidates = set(of_position[seat, is_candidate[seat]].tolist())
+            staged, kept = min(cap, misses, len(candidates)), listed[listed >= 0].tolist()
+            differing += len(set(kept) - candidates) + abs(len(set(kept)) - staged) + abs(len(kept) - staged)
+            differing += int(np.sum(listed[staged:] != -1))
+            differing += int(found.count[seat] != staged) + int(found.refused[seat] != len(candidates) - staged)
     return differing
 
 

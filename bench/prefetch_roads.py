@@ -27,7 +27,8 @@ from echo_jax import threshold
 from echo_jax.types import SlotMaps
 
 CAPS = (0, 32, 64, 96, 128, 160, 192, 256, 384, 512, 1024)
-PROBED = (0, 64, 96, 128, 160, 192, 256, 384)  # caps, of which the rule chooses one or what lies between two
+PROBED = (0, 64, 96, 128, 160)  # caps below the missing rows at a hit rate of 0.9; the rule's lies between two of them
+BEHIND = (384, 768)  # caps that prefetch reaches when scores are long made
 SLACK = 0.1  # of the scores' time: what prefetch may take longer than they do
 REPEATS_OF_MANY = 14  # where many values stand in a line
 METHOD = (
@@ -42,6 +43,7 @@ class Point:
 
     seats: int
     length: int
+    pages: str  # how they lie
     records: str
     hit: float
     cap: int  # the rule's
@@ -51,6 +53,10 @@ class Point:
     fused: Measurement
     ahead: Measurement  # scores and prefetch of every miss, and nothing after it
     disordered: Measurement  # the recall alone, of the same rows in no order
+
+    @property
+    def where(self) -> str:
+        return f"{self.seats} x {self.length}, {self.records} records, hit rate {self.hit}"
 
     @property
     def without(self) -> float:
@@ -75,7 +81,7 @@ class Point:
 
     @property
     def shapes(self) -> dict[str, Any]:
-        sizes = dict(seats=self.seats, length=self.length, records=self.records, hit=self.hit)
+        sizes = dict(seats=self.seats, length=self.length, pages=self.pages, records=self.records, hit=self.hit)
         parts = dict(indexer_us=round(self.indexer.median, 2), link_us=round(self.link.median, 2))
         return sizes | dict(misses=misses_at(self.hit)) | parts
 
@@ -166,12 +172,14 @@ def short_road(
     """Measures and records every hit rate; `indexer` is what the scores alone take, whatever the records are."""
     given, records = bound.given, bound.records
     compiled = {name: programs(name) for name in ("link", "in turn", "fused", "timeline")}
-    print(f"\n{given.seats} x {given.length}, {records} records, FP8 keys; us: indexer {spread(indexer)}", flush=True)
-    cap = cap_by_rule(bound, compiled["timeline"], indexer)
-    print("     hit     link no order  in turn    fused                 all staged  ratio  limit   gain")
+    shape = f"{given.seats} x {given.length}, {given.pages_lie} pages, {records} records, FP8 keys"
+    print(f"\n{shape}; us: indexer {spread(indexer)}", flush=True)
+    rule = rates(bound, compiled["timeline"], compiled["link"], indexer)
+    print("     hit     link no order  in turn  cap    fused                 all staged  ratio  limit   gain")
     points = []
     for hit in hits:
         misses = misses_at(hit)
+        cap = rule.cap(given, misses)
         times = dict(
             link=bound.time(compiled["link"], misses, 0),
             in_turn=bound.time(compiled["in turn"], misses, 0),
@@ -179,23 +187,46 @@ def short_road(
             ahead=bound.time_parts(compiled["timeline"], misses, K, bound.repeats)[0],
             disordered=bound.time(compiled["link"], misses, 0, REPEATS_OF_MANY, is_ordered=False),
         )
-        points.append(Point(given.seats, given.length, records, hit, cap, indexer, **times))
-        report(points[-1], bound.repeats)
+        points.append(Point(given.seats, given.length, given.pages_lie, records, hit, cap, indexer, **times))
+        report(given, points[-1], bound.repeats)
     return points
 
 
-def cap_by_rule(bound: Bound, compiled: Any, indexer: Measurement) -> int:
-    """The rows of a seat that the prefetch role fetches while scores are made; half of the selected are missing."""
-    given, times = bound.given, {}
-    for cap in PROBED:
-        times[cap] = bound.time_parts(compiled, calls.MOST_MISSES, cap, REPEATS_OF_MANY)[0].median
-    rate = given.seats * largest_cap(times, SLACK) / indexer.median
-    each = threshold.rows_per_position(indexer.median, rate, given.seats * given.length) if rate else 0.0
-    cap = round(each * given.length)
-    said = "  ".join(f"{cap}: {time:.1f}" for cap, time in times.items())
-    print(f"    scores and prefetch by cap {said}")
-    print(f"    cap rule: {rate:.1f} rows a us while scores are made, c = {each:.5f}, cap {cap}", flush=True)
-    return cap
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What the rule of the cap is made of."""
+
+    scoring_us: float
+    beside: float  # rows that the prefetch role fetches while scores are made, a us
+    behind: float  # and when they are made
+    recall: float  # rows that a recall fetches, a us
+
+    def cap(self, given: Inputs, misses: int) -> int:
+        """Of each seat; `misses` of its rows are expected to be missing."""
+        missing = given.seats * misses if self.behind >= self.recall else 0
+        of_all = threshold.rows_per_position(self.scoring_us, self.beside, given.seats * given.length, missing)
+        return round(of_all * given.length)
+
+
+def rates(bound: Bound, timeline: Any, link: Any, indexer: Measurement) -> Rates:
+    """By times with a tenth and with half of the selected rows missing."""
+    given, few, many = bound.given, misses_at(0.9), calls.MOST_MISSES
+
+    def time_to(cap: int, misses: int) -> float:
+        return bound.time_parts(timeline, misses, cap, REPEATS_OF_MANY)[0].median
+
+    times = {cap: time_to(cap, few) for cap in (*PROBED, few)}
+    beside = given.seats * max(largest_cap(times, SLACK), 1.0) / indexer.median
+    behind = given.seats * (BEHIND[1] - BEHIND[0]) / max(time_to(BEHIND[1], many) - time_to(BEHIND[0], many), 1e-3)
+    recall = given.seats * many / bound.time(link, many, 0, REPEATS_OF_MANY).median
+    found = Rates(indexer.median, beside, behind, recall)
+    print("    scores and prefetch by cap " + "  ".join(f"{cap}: {time:.1f}" for cap, time in times.items()))
+    print(
+        f"    rows a us: {beside:.1f} while scores are made, {behind:.1f} behind them, {recall:.1f} by a recall; caps "
+        f"{found.cap(given, few)} with {few} missing, {found.cap(given, many)} with {many}",
+        flush=True,
+    )
+    return found
 
 
 def largest_cap(times: dict[int, float], slack: float) -> float:
@@ -208,14 +239,14 @@ def largest_cap(times: dict[int, float], slack: float) -> float:
     return caps[-1]
 
 
-def report(point: Point, repeats: int) -> None:
+def report(given: Inputs, point: Point, repeats: int) -> None:
     print(
         f"    {point.hit:4.2f} {point.link.median:8.1f} {point.disordered.median:8.1f} {point.in_turn.median:8.1f} "
-        f"{spread(point.fused):28} "
+        f"{point.cap:4} {spread(point.fused):28} "
         f"{point.ahead.median:8.1f} {point.ratio:6.2f} {point.limit:6.2f} {point.gain:6.2f}",
         flush=True,
     )
-    where = f"{point.seats} x {point.length}, {point.records} records, hit rate {point.hit}"
+    where = point.where
     method = METHOD.format(repeats=repeats)
     ways = {"resident": point.indexer, "link": point.link, "in turn": point.in_turn, "fused": point.fused}
     for way, value in ways.items():
@@ -223,7 +254,7 @@ def report(point: Point, repeats: int) -> None:
             value=value,
             unit="us",
             file=FILE,
-            name=f"scores and recall, {where}: {way}",
+            name=given.named(f"scores and recall, {where}: {way}"),
             shapes=point.shapes | dict(road="short", way=way, cap=point.cap if way == "fused" else 0),
             method=method,
             fraction_of_limit=round(point.bound / value.median, 4) if way == "fused" else None,
@@ -233,7 +264,7 @@ def report(point: Point, repeats: int) -> None:
         value=point.disordered,
         unit="us",
         file=FILE,
-        name=f"recall of rows in no order, {where}",
+        name=given.named(f"recall of rows in no order, {where}"),
         shapes=point.shapes | dict(way="disordered"),
         method=METHOD.format(repeats=REPEATS_OF_MANY),
         notes=f"in the order of their addresses {point.link.median:.1f} us",
@@ -242,7 +273,7 @@ def report(point: Point, repeats: int) -> None:
         value=point.ahead,
         unit="us",
         file=FILE,
-        name=f"scores with prefetch, {where}",
+        name=given.named(f"scores with prefetch, {where}"),
         shapes=point.shapes | dict(way="ahead", cap=misses_at(point.hit)),
         method=method + "; to an event behind the kernel",
         fraction_of_limit=round(point.bound / point.ahead.median, 4),
@@ -252,16 +283,10 @@ def report(point: Point, repeats: int) -> None:
 
 def sweep_caps(bound: Bound, compiled: Any, points: list[Point]) -> None:
     """Other caps than the rule's, each hit rate in a line."""
-    caps = sorted({*CAPS, points[0].cap})
-    print(
-        f"    {bound.records} records\n    cap      "
-        + "".join(f"{cap:8}" for cap in caps)
-        + "   (us; the rule's is "
-        + f"{points[0].cap})"
-    )
+    print(f"    {bound.records} records, us\n    cap      " + "".join(f"{cap:8}" for cap in CAPS))
     for point in points:
         misses, times = misses_at(point.hit), {}
-        for cap in caps:
+        for cap in CAPS:
             # More than there are to stage is the same again.
             if cap <= misses or not times or max(times) < misses:
                 times[cap] = bound.time(compiled, misses, cap, repeats=REPEATS_OF_MANY)
@@ -272,7 +297,7 @@ def sweep_caps(bound: Bound, compiled: Any, points: list[Point]) -> None:
                 value=value,
                 unit="us",
                 file=FILE,
-                name=f"cap {cap}, {point.seats} x {point.length}, {point.records} records, hit rate {point.hit}",
+                name=bound.given.named(f"cap {cap}, {point.where}"),
                 shapes=point.shapes | dict(road="short", way="fused", cap=cap),
                 method=METHOD.format(repeats=REPEATS_OF_MANY),
                 notes=f"the rule's cap is {point.cap}; the best of this line is {best}",
@@ -290,28 +315,28 @@ def timeline(bound: Bound, compiled: Any, points: list[Point]) -> None:
                 value=value,
                 unit="us",
                 file=FILE,
-                name=f"timeline, {point.seats} x {point.length}, {point.records} records, hit rate {point.hit}: {part}",
+                name=bound.given.named(f"timeline, {point.where}: {part}"),
                 shapes=point.shapes | dict(road="short", way="fused", cap=point.cap),
                 method=METHOD.format(repeats=REPEATS_OF_MANY) + "; an event between the two kernels",
             )
         print(f"    {point.records} records, hit {point.hit}: {', '.join(said)}", flush=True)
 
 
-def whole_road(bound: Bound, programs: Callable[[str], Any], hits: tuple[float, ...], cap: int) -> None:
-    """The same with top-k and slot management, each way beside the others."""
-    given, cap = bound.given, min(cap, STAGING["whole"])
+def whole_road(bound: Bound, programs: Callable[[str], Any], caps: dict[float, int]) -> None:
+    """The same with top-k and slot management, each way beside the others; `caps` of the hit rates."""
+    given, hits = bound.given, tuple(caps)
     where = f"{given.seats} x {given.length}"
     compiled = {}
     for way in WAYS:
         try:
             compiled[way] = programs(f"whole {way}")
-            bound.time_whole(compiled[way], misses_at(hits[0]), cap)
+            bound.time_whole(compiled[way], misses_at(hits[0]), caps[hits[0]])
         except jax.errors.JaxRuntimeError as error:  # the other ways have times all the same
             compiled.pop(way, None)
             print(f"    {way} does not run: {str(error).splitlines()[0]}", flush=True)
-    print(f"    whole road, {bound.records}, cap {cap}: " + "  ".join(f"{way:>24}" for way in compiled), flush=True)
-    for hit in hits:
-        misses = misses_at(hit)
+    print(f"    whole road, {bound.records}: " + " " * 8 + "  ".join(f"{way:>24}" for way in compiled), flush=True)
+    for hit, cap in caps.items():
+        misses, cap = misses_at(hit), min(cap, STAGING["whole"])
         times = {way: bound.time_whole(program, misses, cap) for way, program in compiled.items()}
         print(
             f"    {hit:4.2f}                " + "  ".join(f"{spread(value):>24}" for value in times.values()),
@@ -322,8 +347,15 @@ def whole_road(bound: Bound, programs: Callable[[str], Any], hits: tuple[float, 
                 value=value,
                 unit="us",
                 file=FILE,
-                name=f"scores to filled slots, {where}, {bound.records} records, hit rate {hit}: {way}",
-                shapes=dict(seats=given.seats, length=given.length, records=bound.records, hit=hit, misses=misses)
+                name=given.named(f"scores to filled slots, {where}, {bound.records} records, hit rate {hit}: {way}"),
+                shapes=dict(
+                    seats=given.seats,
+                    length=given.length,
+                    pages=given.pages_lie,
+                    records=bound.records,
+                    hit=hit,
+                    misses=misses,
+                )
                 | dict(road="whole", way=way, cap=cap if way in ("fused", "second stream") else 0),
                 method=METHOD.format(repeats=bound.repeats) + f"; {SLOTS} slots a seat, exact top-k, slot manager of "
                 "the library",

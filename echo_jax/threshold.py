@@ -59,30 +59,34 @@ def reset(policy: ThresholdPolicy, memory: Any, seat: jax.Array | int) -> Any:
     return jax.tree.map(lambda old, new: old.at[seat].set(jnp.asarray(new, old.dtype)), memory, fresh)
 
 
-def rows_per_position(scoring_us: float, rows_per_us: float, positions: int) -> float:
+def rows_per_position(scoring_us: float, rows_per_us: float, positions: int, missing: float = 0.0) -> float:
     """c of the cap on early copies, min(S, floor(c * context)): rows that the scorer fetches, at rows_per_us, while
-    `positions` positions of all seats together are scored in scoring_us, per position.
+    `positions` positions of all seats together are scored in scoring_us, per position; or half of the `missing` rows
+    that a layer-step of all seats is expected to have, where that is more.
 
-    A row beyond that arrives after the scores, when `require` would fetch it straight to its slot; copied ahead it is
-    moved a second time, and may be wrong. Fewer leave the link idle while scores are made.
+    A row beyond the first number arrives after the scores, when `require` would fetch it straight to its slot; copied
+    ahead it is moved a second time, and may be wrong. Fewer leave the link idle while scores are made. Where far more
+    rows are missing the link is busy much longer than scores take. Who fetches then makes no difference, if the scorer
+    is by then as fast as a recall: that is so where a seat's pages lie one after another, as admission to an empty pool
+    lays them. Where they are scattered it is slower, and `missing` is to be left at 0.
 
-    The rate is the one that fetching reaches *beside* the scores, each row when its score is known; a recall of the
-    same rows alone, in the order of their addresses, is about twice as fast and says nothing of it. Both numbers are
-    measured: `python -m bench.prefetch` times scores with prefetch by cap, takes the largest cap that makes them a
-    tenth longer, and prints rate and c; it also shows what other caps give. On an H200 (FP8 keys and records, 16 x
-    131,072, half to a tenth of the selected rows missing) scores take 81.8 us, and of the caps tried 128 to 192 rows a
-    seat give the shortest time to filled slots: c = 0.0011, some 28 rows a us. A compilation shared the host's memory
-    with that run, so both may be low.
+    The rate is the one that fetching reaches *beside* the scores, each row when its score is known, of rows as far
+    apart as a tenth of the selected are; a recall of the same rows alone, in the order of their addresses, is faster
+    and says nothing of it. All three numbers are measured: `python -m bench.prefetch` times scores with prefetch by
+    cap, takes the largest cap that makes them a tenth longer, and prints rates and c; it also shows what other caps
+    give. On an H200 (FP8 keys and records, 16 x 131,072) scores take 81 us, and the best of the caps tried are 160 rows
+    of a seat with a tenth of the selected missing, 160 to 256 with a fifth, 512 with half of them; of scattered pages
+    128, 128 and 192.
 
     c belongs to a machine, a record format and an index, not to a batch: scoring takes as long per position whatever
     the seats, once they fill the chip.
     """
-    if not (scoring_us > 0 and rows_per_us > 0 and positions >= 1):
+    if not (scoring_us > 0 and rows_per_us > 0 and positions >= 1 and missing >= 0):
         raise ValueError(
-            f"scoring_us {scoring_us}, rows_per_us {rows_per_us} and positions {positions} must be positive; measure "
-            "both rates at a batch that is served"
+            f"scoring_us {scoring_us}, rows_per_us {rows_per_us} and positions {positions} must be positive, and "
+            f"missing {missing} not negative; measure the rates at a batch that is served"
         )
-    return scoring_us * rows_per_us / positions
+    return max(scoring_us * rows_per_us, missing / 2) / positions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ The prefetch role is a few warpgroups whose warps work alone, with eight of them
 A lane takes half a word, one candidate at a time: 32 looks into slot_of are under way together. What is old and absent
 is counted with one atomic addition for the warp, which gives each candidate a place in its seat's staging; those under
 the cap are written down and copied by the whole warp, several records as one line of words, 16 bytes a lane and load.
-Another program takes the tiles that wait for a warp in one trip (`Tuning.trip`).
 
 The interpreter cannot run PTX: it has a body of its own for each of the three functions below, with the same contract,
 and a barrier for each page of each tile in place of the marks.

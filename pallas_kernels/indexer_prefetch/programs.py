@@ -1,10 +1,10 @@
-"""What a warp of the prefetch role runs, as PTX: a tile at a time, or a trip of several.
+"""What a warp of the prefetch role runs, as PTX.
 
 It knows verdict words, slots, caps, staging and a record's journey, as addresses. It does not know how the words come
 to be (`ahead`), nor what a score is. Every branch is taken by a whole warp.
 
-Operands of both programs: verdicts, page numbers, lengths, cap, slot_of, pool, layer, candidates, rows, records; the
-block, and the number of its tiles. Names they share: `part`, the math warpgroup that scored this lane's word; `offset`,
+Operands: verdicts, page numbers, lengths, cap, slot_of, pool, layer, candidates, rows, records; the
+block, and the number of its tiles. Some names: `part`, the math warpgroup that scored this lane's word; `offset`,
 where its half begins in its page; `left`, its candidates not yet looked at; `votes`, lanes of the warp.
 """
 
@@ -16,16 +16,10 @@ from pallas_kernels.indexer_scores.mosaic_gpu import PAGE
 
 EVERY_LANE = "0xffffffff"
 FIRST_LANE = "setp.eq.u32 is_first, lane, 0;"
-LOOKUPS = 4  # candidates of a lane that a trip looks up at once
 
 
 def program(shape: Shape) -> str:
-    """What every thread of the prefetch role runs."""
-    return one_by_one(shape) if shape.tuning.trip == 1 else in_trips(shape)
-
-
-def one_by_one(shape: Shape) -> str:
-    """A tile at a time, and of each lane one candidate at a time."""
+    """What every thread of the prefetch role runs: a tile at a time, and of each lane one candidate at a time."""
     every, size, warps = EVERY_LANE, shape.record_bytes, shape.fetchers * WARPS
     run, runs = shape.tuning.run, shape.runs
     return f"""{{
@@ -96,154 +90,6 @@ def one_by_one(shape: Shape) -> str:
       add.u32 index, index, {warps};  bra.uni TILE;
     DONE:
     }}"""
-
-
-def in_trips(shape: Shape) -> str:
-    """As many tiles at a time as are scored, up to `trip`: a warp that is behind waits once for all of them.
-
-    A trip has three waits, each for everything of its kind: the slots of all candidates, their places in the lists, and
-    their records, `rows_together` at once. Lane n is responsible for the n-th tile of the trip, whose seat may be
-    another one: what belongs to a tile is in `own_..` of that lane. `left` and `absent` hold a candidate in position q
-    of a lane's half of tile n as bit 4 q + n.
-    """
-    every, trip, stride = EVERY_LANE, shape.tuning.trip, shape.fetchers * WARPS
-    run, runs = shape.tuning.run, shape.runs
-    return f"""{{
-      .reg .pred is_done, is_word<{trip}>, is_there, has, wanted, more, is_first, is_next;
-      .reg .b32 lane, warp, word, half, part, offset, index, linear, seat, page, length, cap, layer, at, taken, earlier;
-      .reg .b32 own, own_seat, own_tile, own_length, own_cap, number<{trip}>, left, absent, bit, position, row, tile;
-      .reg .b32 candidate<{LOOKUPS}>, slot<{LOOKUPS}>, votes, count, rank, place, total, from_lane;
-      .reg .b32 chunk, line;  .reg .b32 one<{shape.rows_together}>;
-      .reg .b64 address, of_layer, of_staging, in_line;  .reg .b32 v<{LOADS * 4}>;  .reg .pred in<{LOADS}>;
-      mov.u32 lane, %laneid;  mov.u32 warp, %tid.x;  shr.u32 warp, warp, 5;  and.b32 warp, warp, {stride - 1};
-      {FIRST_LANE}
-      and.b32 word, lane, 15;  shr.u32 half, lane, 4;  shr.u32 part, word, 2;
-      and.b32 offset, word, 3;  shl.b32 offset, offset, 4;  mad.lo.u32 offset, half, 8, offset;
-      mov.u32 earlier, %lanemask_lt;
-      ld.global.nc.b32 layer, [$6];
-      mul.wide.s32 of_layer, layer, {shape.host_rows};  mul.lo.s64 of_layer, of_layer, {shape.record_bytes};
-      add.u64 of_layer, of_layer, $5;
-      mul.lo.u32 line, lane, {shape.chunk_bytes};  cvt.u64.u32 in_line, line;
-      add.u64 of_layer, of_layer, in_line;  add.u64 of_staging, in_line, $9;
-      mov.u32 index, warp;
-
-    TRIP:
-      setp.ge.s32 is_done, index, $11;  @is_done bra.uni DONE;
-      min.u32 own, lane, {trip - 1};  mad.lo.u32 own, own, {stride}, index;
-      sub.u32 at, $11, 1;  min.u32 own, own, at;
-      div.u32 linear, own, {run};  mul.lo.u32 own_tile, linear, {run};  sub.u32 own_tile, own, own_tile;
-      mad.lo.u32 linear, linear, {shape.tuning.blocks}, $10;
-      div.u32 own_seat, linear, {runs};  mul.lo.u32 at, own_seat, {runs};  sub.u32 at, linear, at;
-      mad.lo.u32 own_tile, at, {run}, own_tile;
-      mad.wide.u32 address, own_seat, 4, $2;  ld.global.nc.b32 own_length, [address];
-      mad.wide.u32 address, own_seat, 4, $3;  ld.global.nc.b32 own_cap, [address];
-      {"".join(_page_of(shape, n) for n in range(trip))}
-      mad.lo.u32 at, index, {shape.words}, word;  mad.lo.u32 at, at, 4, $0;
-    LOOK:
-      mov.b32 left, {MARKED:#x};  @is_word0 ld.volatile.shared.b32 left, [at];
-      and.b32 bit, left, {MARKED:#x};  setp.ne.u32 is_there, bit, 0;  vote.sync.all.pred is_there, is_there, {every};
-      @is_there bra.uni FIRST;
-      nanosleep.u32 {shape.tuning.nap_ns};  bra.uni LOOK;
-    FIRST:
-      min.s32 own_cap, own_cap, {shape.staging};
-      shr.b32 left, left, half;  and.b32 left, left, {CANDIDATES:#x};  add.u32 index, index, {stride};
-      {"".join(_take(shape, n) for n in range(1, trip))}
-    TAKEN:
-      mov.b32 absent, 0;
-
-    LOOKUP:
-      setp.ne.u32 has, left, 0;  vote.sync.any.pred more, has, {every};  @!more bra.uni STAGE;
-      {"".join(_look_up(shape, n) for n in range(LOOKUPS))}
-      {"".join(_keep_absent(n) for n in range(LOOKUPS))}
-      bra.uni LOOKUP;
-
-    STAGE:
-      setp.ne.u32 has, absent, 0;  vote.sync.any.pred more, has, {every};  @!more bra.uni TRIP;
-      {_lowest("absent", "total")}
-      {_position(shape)}
-      shfl.sync.idx.b32 seat, own_seat, tile, 31, {every};  shfl.sync.idx.b32 cap, own_cap, tile, 31, {every};
-      mov.b32 count, 0;  mov.b32 rank, 0;
-      {"".join(_rank(n) for n in range(trip))}
-      mad.wide.u32 address, own_seat, 4, $7;  mov.b32 place, 0;  setp.ne.u32 more, count, 0;
-      @more atom.global.add.u32 place, [address], count;
-      shfl.sync.idx.b32 place, place, tile, 31, {every};
-      add.u32 place, place, rank;  sub.u32 place, place, {NO_CANDIDATES};
-      setp.lt.and.s32 wanted, place, cap, has;
-      mad.lo.u32 place, seat, {shape.staging}, place;  mad.wide.u32 address, place, 4, $8;
-      @wanted st.global.b32 [address], row;
-      vote.sync.ballot.b32 votes, wanted, {every};
-    MOVE:
-      setp.ne.u32 more, votes, 0;  @!more bra.uni STAGE;
-      {move_group(shape)}
-      bra.uni MOVE;
-    DONE:
-    }}"""
-
-
-def _page_of(shape: Shape, n: int) -> str:
-    """This lane's page of the trip's n-th tile, if there is such a tile and such a page: its number is on its way."""
-    return f"""
-      shfl.sync.idx.b32 seat, own_seat, {n}, 31, {EVERY_LANE};  shfl.sync.idx.b32 tile, own_tile, {n}, 31, {EVERY_LANE};
-      mad.lo.u32 page, tile, {shape.tuning.math}, part;  add.u32 at, index, {n * shape.fetchers * WARPS};
-      setp.lt.s32 more, at, $11;  setp.lt.and.u32 is_word{n}, word, {shape.words}, more;
-      setp.lt.and.u32 is_word{n}, page, {shape.page_count}, is_word{n};
-      mad.lo.u32 at, seat, {shape.page_count}, page;  mad.wide.u32 address, at, 4, $1;
-      mov.b32 number{n}, -1;  @is_word{n} ld.global.nc.b32 number{n}, [address];"""
-
-
-def _take(shape: Shape, n: int) -> str:
-    """The n-th tile comes along if there is one and all its words are there."""
-    bytes_apart = 4 * n * shape.fetchers * WARPS * shape.words
-    return f"""
-      setp.lt.s32 more, index, $11;
-      mov.b32 taken, {MARKED:#x};  @is_word{n} ld.volatile.shared.b32 taken, [at + {bytes_apart}];
-      and.b32 bit, taken, {MARKED:#x};  setp.ne.and.u32 is_there, bit, 0, more;
-      vote.sync.all.pred is_there, is_there, {EVERY_LANE};  @!is_there bra.uni TAKEN;
-      shr.b32 taken, taken, half;  and.b32 taken, taken, {CANDIDATES:#x};  shl.b32 taken, taken, {n};
-      or.b32 left, left, taken;  add.u32 index, index, {shape.fetchers * WARPS};"""
-
-
-def _lowest(word: str, candidate: str) -> str:
-    """Moves the lowest bit of `word` to `candidate`, and its number to `bit`: 32 where there is none."""
-    return f"""
-      add.u32 bit, {word}, -1;  and.b32 bit, bit, {word};  sub.u32 {candidate}, {word}, bit;  mov.b32 {word}, bit;
-      brev.b32 bit, {candidate};  clz.b32 bit, bit;"""
-
-
-def _position(shape: Shape) -> str:
-    """tile, offset of a candidate's position in its page as `position`, and its host row, from `bit`."""
-    lines = ["and.b32 tile, bit, 3;  shr.u32 position, bit, 2;  add.u32 position, position, offset;"]
-    lines.append("mov.b32 row, number0;")
-    for n in range(1, shape.tuning.trip):
-        lines.append(f"setp.eq.u32 is_next, tile, {n};  selp.b32 row, number{n}, row, is_next;")
-    lines.append(f"mad.lo.u32 row, row, {PAGE}, position;")
-    return "  ".join(lines)
-
-
-def _look_up(shape: Shape, n: int) -> str:
-    """Sends for the slot of this lane's next candidate; one that is not old or has no row counts as resident."""
-    return f"""
-      setp.ne.u32 wanted, left, 0;
-      {_lowest("left", f"candidate{n}")}
-      {_position(shape)}
-      shfl.sync.idx.b32 length, own_length, tile, 31, {EVERY_LANE};
-      shfl.sync.idx.b32 page, own_tile, tile, 31, {EVERY_LANE};
-      mad.lo.u32 page, page, {shape.tuning.math}, part;  mad.lo.u32 position, page, {PAGE}, position;
-      setp.lt.and.s32 wanted, position, length, wanted;  setp.lt.and.u32 wanted, row, {shape.host_rows}, wanted;
-      mad.wide.u32 address, row, 4, $4;  mov.b32 slot{n}, 0;  @wanted ld.global.nc.b32 slot{n}, [address];"""
-
-
-def _keep_absent(n: int) -> str:
-    return f"""
-      setp.eq.s32 is_next, slot{n}, {NO_SLOT};  selp.b32 bit, candidate{n}, 0, is_next;  or.b32 absent, absent, bit;"""
-
-
-def _rank(n: int) -> str:
-    """How many candidates the n-th tile has, in its lane; how many come before this lane's, if it is one of them."""
-    return f"""
-      setp.eq.and.u32 wanted, tile, {n}, has;  vote.sync.ballot.b32 votes, wanted, {EVERY_LANE};
-      popc.b32 total, votes;  setp.eq.u32 is_next, lane, {n};  selp.b32 count, total, count, is_next;
-      and.b32 bit, votes, earlier;  popc.b32 bit, bit;  selp.b32 rank, bit, rank, wanted;"""
 
 
 def move_group(shape: Shape) -> str:

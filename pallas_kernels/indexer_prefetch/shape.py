@@ -15,7 +15,6 @@ CANDIDATES = 0x11111111  # the bits of h = 0
 MARKED = 0x44444444
 NO_CANDIDATES = -1  # what a seat's count starts from: the padding of its list, so that one fill serves both
 LOADS = 6  # that a lane has in flight
-MOST_TILES_A_TRIP = 4  # whose candidates fit between the bits of one half word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,20 +25,11 @@ class Tuning(scores.Tuning):
                 registers a thread
     together    records that a warp moves at once, where LOADS loads a lane do
     nap_ns      between two looks at a tile that is not scored yet
-    trip        tiles that a warp which is behind takes at once, at most 4. With 1, a lane looks up one candidate at a
-                time; with more, all of a trip's are looked up together, and then given their places together
     """
 
     fetchers: int = 2
     together: int = 4
     nap_ns: int = 200
-    trip: int = 1
-
-    def __post_init__(self):
-        if not 1 <= self.trip <= MOST_TILES_A_TRIP:
-            raise ValueError(
-                f"trip is {self.trip} tiles, but a lane has room for the candidates of 1 to {MOST_TILES_A_TRIP}"
-            )
 
     @classmethod
     def of(cls, tuning: scores.Tuning) -> Tuning:

@@ -4,7 +4,6 @@ The tests know the cases and how to run an implementation. What is right is the 
 shares no code with either. The PTX that the interpreter cannot run is read in test_indexer_prefetch_ptx.py.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -80,7 +79,7 @@ def test_every_tuning_stages_as_many():
     """Blocks share a seat's list, so the cap holds for all of them together; the last tile of a seat is cut, and two
     of the blocks have no work."""
     inputs = cases.make(next(case for case in cases.CORNERS if case.name == "list_overflows"))
-    inputs.judge(*interpret(inputs, PrefetchTuning(math=3, stages=3, lookahead=3, blocks=6, trip=4)))
+    inputs.judge(*interpret(inputs, PrefetchTuning(math=3, stages=3, lookahead=3, blocks=6)))
 
 
 def test_the_corners_are_what_their_names_say():
@@ -103,19 +102,17 @@ def test_the_corners_are_what_their_names_say():
 
 
 COMPILED = (
-    (scores.Case("decode", "fp8", ((131_072,),) * 32, pages=2048, heads=64, pool=65_600), "fp8", 64, 1),
-    (scores.Case("trips", "fp8", ((131_072,),) * 32, pages=2048, heads=64, pool=65_600), "fp8", 64, 4),
-    (scores.Case("verify", "fp8", ((98_304,) * 4,) * 8, pages=1536, heads=64, pool=300_000), "bf16", 1024, 1),
-    (scores.Case("crowd", "bf16", ((98_304,),) * 102, pages=1536, heads=64, pool=300_000), "fp8", 64, 1),
+    (scores.Case("decode", "fp8", ((131_072,),) * 32, pages=2048, heads=64, pool=65_600), "fp8", 64),
+    (scores.Case("verify", "fp8", ((98_304,) * 4,) * 8, pages=1536, heads=64, pool=300_000), "bf16", 1024),
+    (scores.Case("crowd", "bf16", ((98_304,),) * 102, pages=1536, heads=64, pool=300_000), "fp8", 64),
 )
 
 
 @pytest.mark.skipif(aot.why_not() is not None, reason=str(aot.why_not()))
-@pytest.mark.parametrize(("case", "records", "staging", "trip"), COMPILED, ids=[each[0].name for each in COMPILED])
-def test_the_kernel_compiles_for_an_h200_without_spills(case, records, staging, trip):
+@pytest.mark.parametrize(("case", "records", "staging"), COMPILED, ids=[each[0].name for each in COMPILED])
+def test_the_kernel_compiles_for_an_h200_without_spills(case, records, staging):
     """Each case at its tuned tile: no spills, one kernel, and a host pool of which XLA copies nothing."""
     tuning = dispatch.tuned(case.keys == "fp8", case.seats * case.pages, "indexer_prefetch")
-    tuning = dataclasses.replace(PrefetchTuning.of(tuning), trip=trip)
     options = dict(implementation="mosaic_gpu", staging=staging, tuning=tuning)
     prefetch = functools.partial(pallas_kernels.indexer_prefetch, **options)
     stored = jnp.float8_e4m3fn if case.keys == "fp8" else jnp.bfloat16
@@ -169,12 +166,6 @@ def test_wrong_input_is_refused(change, words):
     given: dict[str, Any] = dict(zip(ARGUMENTS, inputs.arguments, strict=True)) | dict(staging=256) | change
     with pytest.raises(ValueError, match=words):
         pallas_kernels.indexer_prefetch(**given)
-
-
-def test_a_trip_is_of_as_many_tiles_as_fit():
-    for trip in (0, 5):
-        with pytest.raises(ValueError, match=f"trip is {trip} tiles"):
-            PrefetchTuning(trip=trip)
 
 
 def placed(memory):

@@ -59,9 +59,20 @@ def test_the_cap_is_what_crosses_while_scores_are_made():
     """80 us at 40 rows a us are 3,200 rows: 200 for each of 16 seats, whatever the context is counted in."""
     each = threshold.rows_per_position(80.0, 40.0, 16 * 131_072)
     assert int(each * 131_072) == 200 and int(each * 65_536) == 100
-    for wrong in ((0.0, 40.0, 1), (80.0, float("nan"), 1), (80.0, 40.0, 0)):
-        with pytest.raises(ValueError, match="measure both rates"):
+    wrong: tuple
+    for wrong in ((0.0, 40.0, 1), (80.0, float("nan"), 1), (80.0, 40.0, 0), (80.0, 40.0, 1, -1.0)):
+        with pytest.raises(ValueError, match="measure the rates"):
             threshold.rows_per_position(*wrong)
+
+
+def test_the_cap_is_half_of_the_missing_where_that_is_more():
+    """If prefetch behind the scores is as fast as a recall. 3,200 rows cross while scores are made."""
+    assert int(threshold.rows_per_position(80.0, 40.0, 2**21, missing=2000) * 2**17) == 200
+    assert int(threshold.rows_per_position(80.0, 40.0, 2**21, missing=8000) * 2**17) == 250
+    nothing = jnp.zeros((1,))
+    given = Inputs(16, 2**17, nothing, nothing, nothing, nothing, nothing, ())
+    fast, slow = (prefetch_roads.Rates(80.0, 40.0, behind, recall=50.0) for behind in (50.0, 49.0))
+    assert [rule.cap(given, misses) for rule in (fast, slow) for misses in (100, 500)] == [200, 250, 200, 200]
 
 
 def test_the_largest_cap_that_scores_hide():

@@ -24,16 +24,6 @@ PREFETCH_WARPS = 20  # of the block: four warpgroups of maths and one that loads
 ONE_BLOCK = Tuning(math=4, blocks=1)
 CUT_TILES = Tuning(math=3, blocks=5, fetchers=1)
 CUT_RUNS = Tuning(math=2, blocks=3, run=2, fetchers=4)
-TRIPS = {  # of a warp's two or three tiles, of one seat or both
-    "of_up_to_four": Tuning(math=1, blocks=1, fetchers=1, trip=4),
-    "of_cut_runs": Tuning(math=1, blocks=1, fetchers=1, trip=3, run=3),
-    "of_two": Tuning(math=1, blocks=2, fetchers=1, trip=2),
-}
-OF_TRIPS = [
-    case
-    for case in cases.CORNERS
-    if case.name in ("list_overflows", "cap_zero_and_one", "everything_passes", "staging_exactly_full", "rows_differ")
-]
 
 
 def words(array):
@@ -123,21 +113,11 @@ def test_the_ptx_keeps_every_promise(case, tuning):
     inputs.judge(kernel(inputs, found, tuning), found)
 
 
-@pytest.mark.parametrize("case", OF_TRIPS, ids=cases.identifier)
-@pytest.mark.parametrize("tuning", TRIPS.values(), ids=TRIPS)
-def test_trips_keep_every_promise(case, tuning):
-    """Of several tiles, seats and candidates of a lane."""
-    inputs = cases.make(case)
+def test_tiles_are_taken_as_they_are_scored():
+    """A tile is scored whenever a warp naps, and none is lost."""
+    inputs = cases.make(next(case for case in cases.CORNERS if case.name == "everything_passes"))
     found = np.asarray(plain_scores()(*inputs.scored))
-    inputs.judge(kernel(inputs, found, tuning), found)
-
-
-@pytest.mark.parametrize("tuning", [dataclasses.replace(ONE_BLOCK, math=1), *TRIPS.values()], ids=["tiles", *TRIPS])
-def test_tiles_are_taken_as_they_are_scored(tuning):
-    """A tile is scored whenever a warp naps: some trips are of one tile, later warps find several, and none is lost."""
-    inputs = cases.make(next(case for case in OF_TRIPS if case.name == "everything_passes"))
-    found = np.asarray(plain_scores()(*inputs.scored))
-    inputs.judge(kernel(inputs, found, tuning, is_late=True), found)
+    inputs.judge(kernel(inputs, found, dataclasses.replace(ONE_BLOCK, math=1), is_late=True), found)
 
 
 def test_a_score_that_is_not_a_number_is_no_candidate():
