@@ -61,12 +61,12 @@ def sparse_mla(
         raise NotImplementedError(f"mosaic_gpu sparse MLA: {reason}; implementation='reference' covers it")
 
     seats, rows, heads, width = query.shape
-    missing = -heads % mosaic_gpu.HEADS  # the rows of a wgmma come in 64
+    missing = -heads % mosaic_gpu.HEADS_TOGETHER
     query = jnp.pad(query.astype(jnp.bfloat16).reshape(-1, heads, width), ((0, 0), (0, missing), (0, 0)))
     lists = slots.reshape(seats * rows, -1)
     lists = jnp.pad(lists, ((0, 0), (0, -lists.shape[1] % gather.TILE)), constant_values=-1)
     if tuning is None:
-        tuning = tuned(query.shape[0] * query.shape[1] // mosaic_gpu.HEADS)
+        tuning = tuned(query.shape[0] * -(-heads // mosaic_gpu.HEADS))
     out, lse = mosaic_gpu.attend_rows(query, records, lists, scale, tuning, interpret)
     return out[:, :heads].reshape(seats, rows, heads, latent), lse[:, :heads].reshape(seats, rows, heads)
 

@@ -14,6 +14,7 @@ The interpreter cannot run PTX: it has a body of its own here, which reads the s
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -33,11 +34,11 @@ FP8_BYTES, BF16_BYTES = 656, 1152  # of a record
 ROPE = 528  # where the rope values of an FP8 record begin
 BLOCKS = WIDTH // 64  # columns of a tile's 8 x 64 blocks
 BAND = BLOCKS * 1024  # bytes from 8 rows to the next 8
-ONE_A_ROW = plgpu.Layout.WGMMA.reduce(1)  # thread 32 w + 4 q + t has rows 16 w + q and 16 w + q + 8
 ONE_A_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 # Operands: the pool, the tiles, the stage to fill, the slots of this thread's two rows, or of its one.
-# t: which quarter of its rows the thread carries. to: where its first row begins in the tile; the second is a band on.
+# Thread 32 e + 4 q + t has rows 16 e + q and 16 e + q + 8; t: which quarter of these it carries. to: where the first of
+# them begins in the tile; the second is a band on.
 # half: 16 bytes of 64, the upper 64 for odd rows. Eight threads, a store's share of a cycle, thus reach all banks.
 _PLACE = f"""
   .reg .b32 t, q, e, to, half;  .reg .pred listed<2>;  .reg .b32 slot<2>;  .reg .b64 pool, from<2>;
@@ -133,18 +134,16 @@ def _one_row() -> list[str]:
 
 
 def ask(bytes_per_row: int, gatherers: int = 1) -> str:
-    """Asks the L2 for 64 rows, in lines of 128 bytes, some a thread. Operands: the pool, the slots."""
-    lines = -(-bytes_per_row // 128)  # a record of 656 bytes begins at a multiple of 16, and never touches a seventh
-    text = ".reg .pred wanted;  .reg .b32 t, slot;  .reg .b64 pool, row, ahead;  cvta.to.global.u64 pool, $0;\n"
-    text += "mov.u32 t, %tid.x;  and.b32 t, t, 3;  shl.b32 slot, t, 7;  cvt.u64.u32 ahead, slot;\n"
-    text += "add.u64 pool, pool, ahead;\n"
+    """Asks the L2 for 64 rows, each by one of the threads that carry it. Operands: the pool, the slots.
+
+    `prefetch.global.L2` would bring 32 bytes an instruction, a quarter of what was once asked for by lines.
+    """
+    text = ".reg .pred wanted, first;  .reg .b32 t, slot;  .reg .b64 pool, row;  cvta.to.global.u64 pool, $0;\n"
+    text += "mov.u32 t, %tid.x;  and.b32 t, t, 3;  setp.eq.u32 first, t, 0;\n"
     for listed in ("$1", "$2")[: 2 // gatherers]:
         text += f"max.s32 slot, {listed}, 0;  mad.wide.u32 row, slot, {bytes_per_row}, pool;\n"
-        text += f"setp.ge.s32 wanted, {listed}, 0;\n"
-        for first in range(0, lines, 4):
-            if lines - first < 4:
-                text += f"setp.lt.and.u32 wanted, t, {lines - first}, wanted;\n"
-            text += f"@wanted prefetch.global.L2 [row + {128 * first}];\n"
+        text += f"setp.ge.and.s32 wanted, {listed}, 0, first;\n"
+        text += f"@wanted cp.async.bulk.prefetch.L2.global [row], {bytes_per_row};\n"
     return "{" + text + "}"
 
 
@@ -211,50 +210,71 @@ def _store_block(row: int, block: int, place: int) -> list[str]:
     return text
 
 
-def slots_of_tile(slots: Any, row: Any, first: Any, gatherers: int, is_interpreted: bool) -> Any:
-    """i32[64], as `start_tile` wants them: to be read before the stage is waited for, as it takes a while.
+def slots_of_tile(slots: Any, row: Any, first: Any, gatherers: int, is_interpreted: bool) -> tuple[Any, ...]:
+    """As `start_tile` wants them: i32[128] for each row of a thread. To be read before the stage is waited for, as it
+    takes a while."""
+    if is_interpreted:
+        return (slots[row, pl.ds(first, TILE)],)
 
-    Of two gathering warpgroups, each keeps its own: i32[128], one a thread.
-    """
-    listed = plgpu.load(slots.at[row, pl.ds(first, TILE)], layout=ONE_A_ROW, optimized=False)
-    if gatherers == 1 or is_interpreted:
-        return listed
-
-    def emit(context, listed):
+    def emit(context, slots, first, *, index):
         del context
         i32 = ir.IntegerType.get_signless(32)
-        text = "{" + _SECOND + ".reg .pred p;  setp.eq.u32 p, second, 1;  selp.b32 $0, $2, $1, p;}"
-        own = utils.inline_ptx(text, *_words(listed), result_types=i32)
-        registers = np.array([utils.bitcast(own, ir.VectorType.get((1,), i32))], object)
+        operands = utils.memref_ptr(slots), first.registers.item()
+        slot = utils.inline_ptx(own_slot(gatherers, index), *operands, result_types=i32, has_side_effects=True)
         return mgpu.FragmentedArray(
-            _registers=registers, _layout=mgpu.WGStridedFragLayout((128,), vec_size=1), _is_signed=True
+            _registers=np.array([utils.bitcast(slot, ir.VectorType.get((1,), i32))], object),
+            _layout=mgpu.WGStridedFragLayout((TILE * 2,), vec_size=1),
+            _is_signed=True,
         )
 
-    own = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=ONE_A_THREAD)
-    return plgpu.inline_mgpu(arg_types=(ONE_A_ROW,), return_type=own)(emit)(listed)
+    own = plgpu.ShapeDtypeStruct((TILE * 2,), jnp.int32, layout=ONE_A_THREAD)
+    read = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=own)
+    return tuple(
+        read(functools.partial(emit, index=index))(slots.at[row], jnp.int32(first)) for index in range(2 // gatherers)
+    )
 
 
-def _words(listed: Any) -> list[Any]:
-    """The slots that this thread holds."""
-    return [utils.bitcast(register, ir.IntegerType.get_signless(32)) for register in listed.registers.flat]
+def own_slot(gatherers: int, index: int) -> str:
+    """The slot of a thread's row `index`. Operands: that slot, the slots of the query row, the tile's first place.
+
+    One load, by the thread's own address: a choice between two loaded slots is made by loading one over the other,
+    which waits for the first, a fifth of a tile's time.
+    """
+    text = ".reg .b32 t, place, warp;  .reg .b64 base, at;  cvta.to.global.u64 base, $1;\n"
+    text += "mov.u32 t, %tid.x;  shr.u32 place, t, 2;  and.b32 place, place, 7;  add.u32 place, place, $2;\n"
+    text += "shr.u32 warp, t, 5;  and.b32 warp, warp, 3;  mad.lo.u32 place, warp, 16, place;\n"
+    if gatherers == 2:
+        text += f"{_SECOND} mad.lo.u32 place, second, 8, place;\n"
+    return "{" + text + f"mad.wide.u32 at, place, 4, base;  ld.global.nc.b32 $0, [at + {32 * index}];" + "}"
 
 
-def ask_for(records: Any, listed: Any, gatherers: int, is_interpreted: bool) -> None:
+def ask_for(records: Any, listed: tuple[Any, ...], gatherers: int, is_interpreted: bool) -> None:
     """Tells the L2 that the records of a tile's slots are wanted soon, while their stage is still in use."""
     if is_interpreted:
         return
     text = ask(FP8_BYTES if records.dtype == jnp.uint32 else BF16_BYTES, gatherers)
 
-    def emit(context, records, listed):
+    def emit(context, records, *listed):
         del context
-        utils.inline_ptx(text, utils.memref_ptr(records), *_words(listed), has_side_effects=True)
+        utils.inline_ptx(text, utils.memref_ptr(records), *map(_word, listed), has_side_effects=True)
 
-    layout = ONE_A_ROW if gatherers == 1 else ONE_A_THREAD
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))(emit)(records, listed)
+    types = (plgpu.RefType(), *(ONE_A_THREAD for _ in listed))
+    plgpu.inline_mgpu(arg_types=types)(emit)(records, *listed)
+
+
+def _word(slot: Any) -> Any:
+    """The one that this thread holds."""
+    return utils.bitcast(slot.registers.item(), ir.IntegerType.get_signless(32))
 
 
 def start_tile(
-    records: Any, tiles: Any, stage: Any, listed: Any, gatherer: Any, gatherers: int, is_interpreted: bool
+    records: Any,
+    tiles: Any,
+    stage: Any,
+    listed: tuple[Any, ...],
+    gatherer: Any,
+    gatherers: int,
+    is_interpreted: bool,
 ) -> None:
     """Begins to fill `tiles[stage]` with the records of the slots `listed`.
 
@@ -264,18 +284,17 @@ def start_tile(
     gatherer    which of `gatherers` warpgroups, 1 or 2, this is: of two, each brings every second group of 8 rows
     """
     if is_interpreted:
-        _interpreted_tile(records, tiles, stage, listed, gatherer, gatherers)
+        _interpreted_tile(records, tiles, stage, listed[0], gatherer, gatherers)
         return
     text = convert_fp8(gatherers) if records.dtype == jnp.uint32 else copy_bf16(gatherers)
 
-    def emit(context, records, tiles, stage, listed):
+    def emit(context, records, tiles, stage, *listed):
         del context
         pool, tile = utils.memref_ptr(records), utils.memref_ptr(tiles)
-        utils.inline_ptx(text, pool, tile, stage.registers.item(), *_words(listed), has_side_effects=True)
+        utils.inline_ptx(text, pool, tile, stage.registers.item(), *map(_word, listed), has_side_effects=True)
 
-    layout = ONE_A_ROW if gatherers == 1 else ONE_A_THREAD
-    types = (plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT, layout)
-    plgpu.inline_mgpu(arg_types=types)(emit)(records, tiles.ref, stage, listed)
+    types = (plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT, *(ONE_A_THREAD for _ in listed))
+    plgpu.inline_mgpu(arg_types=types)(emit)(records, tiles.ref, stage, *listed)
 
 
 def finish(is_interpreted: bool, pending: int = 0) -> None:

@@ -70,6 +70,45 @@ def leave_part(tiles: Any, values: Any, role: Any, width: int) -> None:
     plgpu.inline_mgpu(arg_types=types)(emit)(tiles.ref, values, role * width)
 
 
+def send_part(tiles: Any, logarithms: Any, role: int, heads: Any, out: Any, lse: Any) -> None:
+    """Copies half `role` of the columns that `leave_part` left to out f32[heads, 512], and with half 0 lse f32[heads].
+
+    A bulk copy for each head. Stored from the registers of wgmma's layout, 32 bytes of a row at a time, a part of 64
+    heads took 30 % of the attending warps' time at B 8, most of it in a queue.
+
+    heads   i32, how many of the block's 64 there are; a multiple of 4
+    """
+
+    def emit(context, tiles, logarithms, heads, out, lse):
+        del context
+        operands = [utils.memref_ptr(array) for array in (tiles, logarithms, out, lse)]
+        utils.inline_ptx(sending(role), *operands, heads.registers.item(), has_side_effects=True)
+
+    array = plgpu.RefType()
+    types = (array, array, plgpu.Layout.WG_SPLAT, array, array)
+    plgpu.inline_mgpu(arg_types=types)(emit)(tiles.ref, logarithms, heads, out, lse)
+
+
+def sending(role: int) -> str:
+    """Operands: the part and logarithms in shared memory, results in device memory, how many heads there are."""
+    columns = LATENT // 2
+    text = [
+        ".reg .b32 head, from, size;  .reg .pred mine, first;  .reg .b64 to;",
+        "mov.u32 head, %tid.x;  and.b32 head, head, 127;  setp.lt.u32 mine, head, $4;",
+        f"mad.lo.u32 from, head, {4 * PITCH}, $0;  add.u32 from, from, {4 * role * columns};",
+        f"cvta.to.global.u64 to, $2;  mad.wide.u32 to, head, {4 * LATENT}, to;  add.u64 to, to, {4 * role * columns};",
+        f"@mine cp.async.bulk.global.shared::cta.bulk_group [to], [from], {4 * columns};",
+    ]
+    if role == 0:
+        text += [
+            "setp.eq.u32 first, head, 0;  cvta.to.global.u64 to, $3;  shl.b32 size, $4, 2;",
+            "@first cp.async.bulk.global.shared::cta.bulk_group [to], [$1], size;",
+        ]
+    # Shared memory must stay as it is until it has been read.
+    text.append("cp.async.bulk.commit_group;  cp.async.bulk.wait_group.read 0;")
+    return "{" + "\n".join(text) + "}"
+
+
 def wait_for_cluster() -> None:
     """Every thread of every block of the cluster comes here; what it wrote before, the others see after."""
 
@@ -81,31 +120,34 @@ def wait_for_cluster() -> None:
     plgpu.inline_mgpu()(emit)()
 
 
-def join_parts(tiles: Any, logarithms: Any, part: Any, parts: int, out: Any, lse: Any) -> None:
-    """Writes this block's share of out f32[64, 512] and lse f32[64], references in device memory.
+def join_parts(tiles: Any, logarithms: Any, part: Any, parts: int, heads: Any, out: Any, lse: Any) -> None:
+    """Writes this block's share of out f32[heads, 512] and lse f32[heads], references in device memory.
 
     Two warpgroups come here, the first two of the block; each joins a head at a time, four values a thread.
 
     tiles        what `leave_part` wrote over, at the same place in every block
     logarithms   f32[64] in shared memory, at the same place too
     part         this block's number in the cluster of `parts`
+    heads        i32, how many of the 64 there are
     """
 
-    def emit(context, tiles, logarithms, part, out, lse):
+    def emit(context, tiles, logarithms, part, heads, out, lse):
         del context
         operands = [utils.memref_ptr(array) for array in (tiles, logarithms, out, lse)]
-        utils.inline_ptx(joining(parts), *operands, part.registers.item(), has_side_effects=True)
+        numbers = part.registers.item(), heads.registers.item()
+        utils.inline_ptx(joining(parts), *operands, *numbers, has_side_effects=True)
 
     array = plgpu.RefType()
-    types = (array, array, plgpu.Layout.WG_SPLAT, array, array)
-    plgpu.inline_mgpu(arg_types=types)(emit)(tiles.ref, logarithms, part, out, lse)
+    types = (array, array, plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT, array, array)
+    plgpu.inline_mgpu(arg_types=types)(emit)(tiles.ref, logarithms, part, heads, out, lse)
 
 
 def joining(parts: int) -> str:
-    """Operands: parts and logarithms in shared memory, results in device memory, the number of this part."""
+    """Operands: parts and logarithms in shared memory, results in device memory, this part's number, and heads there
+    are."""
     heads = HEADS // parts
     text = [
-        ".reg .b32 me, column, head, near, far;  .reg .pred nothing, some, first;  .reg .b64 to, log, at;",
+        ".reg .b32 me, column, head, near, far;  .reg .pred nothing, some, first, exists;  .reg .b64 to, log, at;",
         f".reg .f32 m<{parts}>, w<{parts}>, x<{4 * parts}>, t<4>, base, mass, divisor;",
         "mov.u32 me, %tid.x;  and.b32 column, me, 127;  shr.u32 me, me, 7;",
         f"mad.lo.u32 me, $4, {heads}, me;  setp.eq.u32 first, column, 0;",
@@ -131,9 +173,11 @@ def joining(parts: int) -> str:
         text += [f"fma.rn.f32 t{i}, w{part}, x{4 * part + i}, t{i};" for part in range(1, parts) for i in range(4)]
         text.append(f"setp.gt.f32 some, mass, 0f00000000;  selp.f32 divisor, mass, {_float(1.0)}, some;")
         text += [f"div.rn.f32 t{i}, t{i}, divisor;" for i in range(4)]
-        text.append(f"mad.wide.u32 at, head, {4 * LATENT}, to;  st.global.v4.f32 [at], {{t0, t1, t2, t3}};")
+        text.append(f"mad.wide.u32 at, head, {4 * LATENT}, to;  setp.lt.u32 exists, head, $5;")
+        text.append("@exists st.global.v4.f32 [at], {t0, t1, t2, t3};")
         text.append(f"lg2.approx.f32 mass, mass;  fma.rn.f32 mass, mass, {_float(LN2)}, base;")
-        text.append("mad.wide.u32 at, head, 4, log;  @first st.global.f32 [at], mass;")
+        text.append("mad.wide.u32 at, head, 4, log;  setp.lt.and.u32 exists, head, $5, first;")
+        text.append("@exists st.global.f32 [at], mass;")
     return "{" + "\n".join(text) + "}"
 
 

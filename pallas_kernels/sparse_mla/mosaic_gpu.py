@@ -11,8 +11,10 @@ A block attends with up to 64 heads of one query row to one part of that row's l
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,18 +24,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
-from pallas_kernels.sparse_mla import combine, gather, join
+from pallas_kernels.sparse_mla import combine, extent, gather, join
 from pallas_kernels.sparse_mla.gather import LATENT, TILE, WIDTH
 
 HEADS = 64  # of a block: the rows of a wgmma
+HEADS_TOGETHER = 8  # rows of a tile of queries, which TMA brings whole
 MATH = 2  # warpgroups, with half of the 512 values each: 64 x 256 sums are 128 registers a thread
 HALF = LATENT // MATH
 GATHERERS = {"bf16": 1, "fp8": 2}  # warpgroups that bring rows: conversion keeps two busy
 STAGES = 2  # tiles of records beside the queries in shared memory
 ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # one value a head, one value a record
-# Registers a thread, by format and gathering warpgroups; three warpgroups of 168 are launched, or four of 128.
-MATH_REGISTERS = {("bf16", 1): 216, ("fp8", 1): 208, ("bf16", 2): 200, ("fp8", 2): 200}
-GATHER_REGISTERS = {("bf16", 1): 72, ("fp8", 1): 88, ("bf16", 2): 56, ("fp8", 2): 56}
+# Registers a thread, by gathering warpgroups, of those that weigh, follow and gather: three warpgroups of 168 are
+# launched, or four of 128. Both that attend have 128 of sums; logits and weights are 48 more.
+REGISTERS = {1: (232, 168, 104), 2: (216, 168, 64)}
+
+
+class OfHeads(enum.IntEnum):
+    """What is in shared memory for each head."""
+
+    SHRINK = 0  # sums are multiplied by it before the current tile's values are added
+    MASS = 1  # of all weights so far
+    LOGARITHM = 2  # of this block's part, where blocks join
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +54,11 @@ class Tuning:
     splits    parts of each list, attended to by blocks of their own
     cluster   of these, that join in shared memory: 1, 2, 4 or 8; the rest is combined by a second kernel
     gatherers   warpgroups of a block that bring rows, 1 or 2; bits do not depend on it. None: 2 for FP8 records
-    apart     whether the second attending warpgroup starts after the first one's first products, and stays behind; bits
-              do not depend on it. None: where a part is one tile
     """
 
     splits: int = 1
     cluster: int = 1
     gatherers: int | None = None
-    apart: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +66,13 @@ class Shape:
     """Everything static about one kernel."""
 
     rows: int  # query rows of all seats
-    groups: int  # of 64 heads
+    heads: int  # a multiple of 8
     places: int  # of a list, a multiple of 64
     splits: int
     cluster: int
     scale: float
     record_format: str
     gatherers: int
-    is_apart: bool
     is_interpreted: bool
 
     @property
@@ -73,6 +80,11 @@ class Shape:
         """Into how many a warpgroup divides its 64 x 256 sums: ptxas refuses wgmmas that need more than the registers
         of launch, 168 or 128."""
         return self.gatherers
+
+    @property
+    def groups(self) -> int:
+        """Of 64 heads, each with blocks of its own."""
+        return -(-self.heads // HEADS)
 
     @property
     def tiles(self) -> int:
@@ -100,12 +112,14 @@ class Refs:
     lse: Any
     heads: Any  # [64, WIDTH]: the queries of this block
     tiles: Any  # [stages, TILE, WIDTH]
+    weights: Any  # [64, TILE] of one tile, from `weigh` to `follow`
+    of_heads: Any  # [3, 64]: OfHeads
     heads_full: Any
     tiles_full: Any
     tiles_empty: Any
-    first_products_done: Any = None  # by the first attending warpgroup, where they are apart
-    logarithms: Any = None  # [64] of this block's part, where blocks join
-    tiles_done: Any = None
+    weights_full: Any
+    weights_empty: Any
+    tiles_done: Any = None  # by both attending warpgroups, which then write over them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +140,7 @@ def attend_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """f32[R, H, 512] attended values and f32[R, H] logsumexp.
 
-    query          bf16[R, H, 576], R query rows of all seats, H a multiple of 64
+    query          bf16[R, H, 576], R query rows of all seats, H a multiple of 8
     records        bf16[N, 3, 192], or u32[N, 164] for FP8
     slots          i32[R, K], K a multiple of 64; below N, and -1 from where a list ends
     interpret      parameters of the GPU interpreter, or None for the GPU
@@ -138,14 +152,13 @@ def attend_rows(
     cluster = 1 if interpret is not None else math.gcd(splits, tuning.cluster)
     shape = Shape(
         rows,
-        heads // HEADS,
+        heads,
         slots.shape[1],
         splits,
         cluster,
         scale,
         record_format,
         gatherers=tuning.gatherers or GATHERERS[record_format],
-        is_apart=splits == tiles if tuning.apart is None else tuning.apart,
         is_interpreted=interpret is not None,
     )
     out, lse = _kernel(shape, interpret)(query, records, slots)
@@ -163,33 +176,33 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
         # Before the roles part: inside the last one, ptxas keeps a word in local memory for it.
         @pl.when(role == MATH)
         def _():
-            load_heads(refs, place_of_block(shape))
+            load_heads(shape, refs, place_of_block(shape))
 
-        def attending():
-            plgpu.set_max_registers(MATH_REGISTERS[shape.record_format, shape.gatherers], action="increase")
-            attend(shape, refs, place_of_block(shape), role)
+        def weighing():
+            plgpu.set_max_registers(REGISTERS[shape.gatherers][0], action="increase")
+            weigh(shape, refs, place_of_block(shape))
+
+        def following():
+            plgpu.set_max_registers(REGISTERS[shape.gatherers][1], action="increase")
+            follow(shape, refs, place_of_block(shape))
 
         def gathering():
-            plgpu.set_max_registers(GATHER_REGISTERS[shape.record_format, shape.gatherers], action="decrease")
+            plgpu.set_max_registers(REGISTERS[shape.gatherers][2], action="decrease")
             fill(shape, refs, place_of_block(shape), role - MATH)
             if shape.cluster > 1:
                 join.wait_for_cluster()
                 join.wait_for_cluster()
 
         # One branch and the other, not two questions: the answer to the second would be kept through all the products.
-        lax.cond(role < MATH, attending, gathering)
+        lax.cond(role < MATH, lambda: lax.cond(role == 0, weighing, following), gathering)
 
-    scratch = {}
-    if shape.is_apart:
-        scratch |= dict(first_products_done=plgpu.Barrier(num_arrivals=1))
-    if shape.cluster > 1:
-        scratch |= dict(logarithms=plgpu.SMEM((HEADS,), jnp.float32), tiles_done=plgpu.Barrier(num_arrivals=MATH))
-    heads = shape.groups * HEADS
+    # Where it is not used, a barrier may not be there: the interpreter looks for completions that nobody waited for.
+    scratch = {} if shape.is_interpreted else dict(tiles_done=plgpu.Barrier(num_arrivals=MATH))
     return plgpu.kernel(
         sparse_mla,
         out_type=(
-            jax.ShapeDtypeStruct((shape.rows, shape.parts, heads, LATENT), jnp.float32),
-            jax.ShapeDtypeStruct((shape.rows, shape.parts, heads), jnp.float32),
+            jax.ShapeDtypeStruct((shape.rows, shape.parts, shape.heads, LATENT), jnp.float32),
+            jax.ShapeDtypeStruct((shape.rows, shape.parts, shape.heads), jnp.float32),
         ),
         grid=(shape.rows * shape.parts * shape.groups,),
         grid_names=("block",),
@@ -200,9 +213,13 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
         scratch_types=dict(
             heads=_mosaic.wgmma_operand((HEADS, WIDTH), jnp.bfloat16),
             tiles=_mosaic.wgmma_operand((STAGES, TILE, WIDTH), jnp.bfloat16),
+            weights=_mosaic.wgmma_operand((HEADS, TILE), jnp.bfloat16),
+            of_heads=plgpu.SMEM((len(OfHeads), HEADS), jnp.float32),
             heads_full=plgpu.Barrier(num_arrivals=1),
             tiles_full=plgpu.Barrier(num_arrivals=shape.gatherers, num_barriers=STAGES),
             tiles_empty=plgpu.Barrier(num_arrivals=MATH, num_barriers=STAGES),
+            weights_full=plgpu.Barrier(num_arrivals=1),
+            weights_empty=plgpu.Barrier(num_arrivals=1),
             **scratch,
         ),
         interpret=interpret,
@@ -211,6 +228,7 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             # Safe: no thread reads shared memory but through wgmma, and what is stored in device memory nobody reads.
             unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=4,  # none is needed: four threads of a warp have a row's logits
         ),
     )
 
@@ -224,25 +242,32 @@ def place_of_block(shape: Shape) -> Place:
 
 
 def tiles_to_do(shape: Shape, refs: Refs, place: Place) -> Any:
-    """Tiles of this part of the list that hold a record, but at least one: an empty list gives a masked tile.
-
-    Padding is at the end, so a tile is empty where its first place is. The loads do not wait for each other.
-    """
-    count = jnp.int32(0)
-    for index in range(1, shape.tiles_of_split):
-        tile = place.first_tile(shape) + index
-        slot = refs.slots[place.row, jnp.minimum(tile, shape.tiles - 1) * TILE]
-        count += ((tile < shape.tiles) & (slot >= 0)).astype(jnp.int32)
-    return count + 1
+    """Tiles of this part of the list that hold a record, but at least one."""
+    first, most = place.first_tile(shape), shape.tiles_of_split
+    return extent.tiles_of_part(refs.slots, place.row, first, most, shape.tiles, shape.is_interpreted)
 
 
 # The gathering role.
 
 
-def load_heads(refs: Refs, place: Place) -> None:
-    """The queries of this block, by TMA."""
-    heads = refs.query.at[place.row, pl.ds(place.group * HEADS, HEADS)]
-    plgpu.copy_gmem_to_smem(heads, refs.heads, refs.heads_full)
+def load_heads(shape: Shape, refs: Refs, place: Place) -> None:
+    """The queries of this block, by TMA. Where there are less than 64, what lies behind them in shared memory is taken
+    for queries too: no head's result depends on another's query, and nobody reads theirs."""
+
+    def load(count):
+        heads = refs.query.at[place.row, pl.ds(place.group * HEADS, count)]
+        plgpu.copy_gmem_to_smem(heads, refs.heads.at[pl.ds(0, count)], refs.heads_full)
+
+    for_heads(shape, place, load)
+
+
+def for_heads(shape: Shape, place: Place, action: Callable[[int], None]) -> None:
+    """Calls `action` with how many heads this block has, a number that the compiler knows."""
+    rest = shape.heads % HEADS
+    if rest == 0 or shape.groups == 1:
+        action(rest or HEADS)
+    else:
+        lax.cond(place.group == shape.groups - 1, lambda: action(rest), lambda: action(HEADS))
 
 
 def fill(shape: Shape, refs: Refs, place: Place, gatherer: Any) -> None:
@@ -330,88 +355,118 @@ def start(shape: Shape, refs: Refs, index: Any, listed: Any, gatherer: Any) -> N
     gather.start_tile(refs.records, refs.tiles, stage, listed, gatherer, shape.gatherers, shape.is_interpreted)
 
 
-# The attending role.
+# The attending roles.
 
 
-def attend(shape: Shape, refs: Refs, place: Place, role: Any) -> None:
-    """Attends with 64 heads to this part of the list, for values role * 256 .. role * 256 + 255.
+def weigh(shape: Shape, refs: Refs, place: Place) -> None:
+    """The logits of this part of the list for 64 heads, their softmax, and the first half of the values.
 
-    Both warpgroups compute all logits: 53 % more products than needed, but they then share nothing.
+    Each tile's weights go to `follow` through shared memory, with what its sums shrink by and the mass so far.
     """
-    role, width = role & 1, HALF // shape.totals  # it is 0 or 1; where columns lie is simpler if the compiler knows
     count = tiles_to_do(shape, refs, place)
+    in_last = extent.records_of_tile(refs.slots, place.row, place.first_tile(shape) + count - 1, shape.is_interpreted)
     to_exponent = jnp.float32(shape.scale * math.log2(math.e))
     plgpu.barrier_wait(refs.heads_full)
 
-    # Apart, one's softmax runs under the other's products, but a stage is in use for as long as the second is behind,
-    # and that is time that the gather does not have. In a part of one tile there is no gather left to wait for.
-    if shape.is_apart:
-
-        @pl.when(role == 1)
-        def _():
-            plgpu.barrier_wait(refs.first_products_done)
-
-    def attend_tile(index, carry):
+    def weigh_tile(index, carry):
         totals, peak, mass = carry
-        place = place_of_block(shape)
         stage = index % STAGES
-        first = jnp.minimum(place.first_tile(shape) + index, shape.tiles - 1) * TILE
-        slots = plgpu.load(refs.slots.at[place.row, pl.ds(first, TILE)], layout=COLUMNS, optimized=False)
         plgpu.barrier_wait(refs.tiles_full.at[stage])
-        is_listed = lax.broadcast_in_dim(slots >= 0, (HEADS, TILE), (1,))
-        products = logits_of_tile(refs, stage)
-
-        if shape.is_apart:
-
-            @pl.when((role == 0) & (index == 0))
-            def _():
-                plgpu.barrier_arrive(refs.first_products_done)
-
-        logits = jnp.where(is_listed, products * to_exponent, -jnp.inf)
+        column = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=COLUMNS)
+        is_listed = column < jnp.where(index == count - 1, in_last, TILE)
+        is_listed = lax.broadcast_in_dim(is_listed, (HEADS, TILE), (1,))
+        logits = jnp.where(is_listed, logits_of_tile(refs, stage) * to_exponent, -jnp.inf)
         higher = jnp.maximum(peak, jnp.max(logits, axis=1))
         base = jnp.where(higher == -jnp.inf, 0.0, higher)  # nothing listed so far: no infinity less infinity
         weights = jnp.exp2(logits - over_columns(base, TILE))
         shrink = jnp.exp2(peak - base)
         mass = mass * shrink + jnp.sum(weights, axis=1)
-        totals = tuple(total * over_columns(shrink, width) for total in totals)
-        totals = add_values(shape, refs, totals, weights.astype(jnp.bfloat16), stage, role)
+        weights = weights.astype(jnp.bfloat16)
+
+        @pl.when(index > 0)
+        def _():
+            plgpu.barrier_wait(refs.weights_empty)
+
+        refs.weights[...] = weights
+        refs.of_heads[OfHeads.SHRINK] = shrink
+        refs.of_heads[OfHeads.MASS] = mass
+        gather.finish(shape.is_interpreted)
+        plgpu.barrier_arrive(refs.weights_full)
+        totals = add_values(shape, refs, shrunk(totals, shrink), weights, stage, 0)
         plgpu.barrier_arrive(refs.tiles_empty.at[stage])
         return totals, higher, mass
 
-    none = plgpu.layout_cast(jnp.zeros((HEADS, width), jnp.float32), plgpu.Layout.WGMMA)
-    empty = (
-        (none,) * shape.totals,
-        plgpu.layout_cast(jnp.full((HEADS,), -jnp.inf, jnp.float32), ROWS),
-        plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), ROWS),
-    )
-    totals, peak, mass = lax.fori_loop(0, count, attend_tile, empty)
+    peak = plgpu.layout_cast(jnp.full((HEADS,), -jnp.inf, jnp.float32), ROWS)
+    totals, peak, mass = lax.fori_loop(0, count, weigh_tile, (no_totals(shape), peak, no_mass()))
+    refs.of_heads[OfHeads.LOGARITHM] = (peak + jnp.log2(mass)) * math.log(2.0)
+    finish(shape, refs, totals, mass, 0)
+    plgpu.barrier_wait(refs.weights_empty)  # no completion of a barrier may stay unobserved
+
+
+def follow(shape: Shape, refs: Refs, place: Place) -> None:
+    """The second half of the values, by the weights that `weigh` leaves in shared memory."""
+
+    def follow_tile(index, carry):
+        totals, _ = carry
+        stage = index % STAGES
+        plgpu.barrier_wait(refs.tiles_full.at[stage])
+        plgpu.barrier_wait(refs.weights_full)
+        shrink = plgpu.load(refs.of_heads.at[OfHeads.SHRINK], layout=ROWS, optimized=False)
+        mass = plgpu.load(refs.of_heads.at[OfHeads.MASS], layout=ROWS, optimized=False)
+        totals = add_values(shape, refs, shrunk(totals, shrink), refs.weights, stage, 1)
+        plgpu.barrier_arrive(refs.tiles_empty.at[stage])
+        plgpu.barrier_arrive(refs.weights_empty)
+        return totals, mass
+
+    count = tiles_to_do(shape, refs, place)
+    totals, mass = lax.fori_loop(0, count, follow_tile, (no_totals(shape), no_mass()))
+    finish(shape, refs, totals, mass, 1)
+
+
+def finish(shape: Shape, refs: Refs, totals: Any, mass: Any, role: int) -> None:
+    """Writes the values of this half, or joins them with those of the cluster's other parts."""
+    width = HALF // shape.totals
     divisor = jnp.where(mass > 0, mass, 1.0)
     outs = [total / over_columns(divisor, width) for total in totals]
     place = place_of_block(shape)
-    heads = pl.ds(place.group * HEADS, HEADS)
-    lse = (peak + jnp.log2(mass)) * math.log(2.0)
-    if shape.cluster > 1:
-        role = join.this_warpgroup() & 1
-        plgpu.barrier_arrive(refs.tiles_done)
-        plgpu.barrier_wait(refs.tiles_done)  # the other half may still be reading what is written over now
-        for index, out in enumerate(outs):
-            join.leave_part(refs.tiles, out, role * shape.totals + index, width)
+    if shape.is_interpreted:
 
-        @pl.when(role == 0)
-        def _():
-            refs.logarithms[...] = lse
+        def store(count):
+            heads = pl.ds(place.group * HEADS, count)
+            for columns, out in zip(columns_of_totals(shape, role), outs, strict=True):
+                refs.out[place.row, place.part, heads, columns] = out[:count]
+            if role == 0:
+                refs.lse[place.row, place.part, heads] = refs.of_heads[OfHeads.LOGARITHM, pl.ds(0, count)]
 
-        join.wait_for_cluster()
-        out_of_part, lse_of_part = refs.out.at[place.row, place.part, heads], refs.lse.at[place.row, place.part, heads]
-        join.join_parts(refs.tiles, refs.logarithms, join.this_member(), shape.cluster, out_of_part, lse_of_part)
-        join.wait_for_cluster()
+        for_heads(shape, place, store)
         return
-    for columns, out in zip(columns_of_totals(shape, role), outs, strict=True):
-        refs.out[place.row, place.part, heads, columns] = out
+    plgpu.barrier_arrive(refs.tiles_done)
+    plgpu.barrier_wait(refs.tiles_done)  # the other half may still be reading what is written over now
+    for index, out in enumerate(outs):
+        join.leave_part(refs.tiles, out, role * shape.totals + index, width)
+    results = [array.at[place.row, place.part, pl.ds(place.group * HEADS, HEADS)] for array in (refs.out, refs.lse)]
+    heads = jnp.minimum(shape.heads - place.group * HEADS, HEADS)
+    logarithms = refs.of_heads.at[OfHeads.LOGARITHM]
+    if shape.cluster == 1:
+        plgpu.commit_smem()
+        join.send_part(refs.tiles, logarithms, role, heads, *results)
+    else:
+        join.wait_for_cluster()
+        join.join_parts(refs.tiles, logarithms, join.this_member(), shape.cluster, heads, *results)
+        join.wait_for_cluster()
 
-    @pl.when(role == 0)
-    def _():
-        refs.lse[place.row, place.part, heads] = lse
+
+def no_totals(shape: Shape) -> Any:
+    none = plgpu.layout_cast(jnp.zeros((HEADS, HALF // shape.totals), jnp.float32), plgpu.Layout.WGMMA)
+    return (none,) * shape.totals
+
+
+def no_mass() -> Any:
+    return plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), ROWS)
+
+
+def shrunk(totals: Any, shrink: Any) -> Any:
+    return tuple(total * over_columns(shrink, total.shape[1]) for total in totals)
 
 
 def logits_of_tile(refs: Refs, stage: Any) -> Any:
@@ -425,11 +480,12 @@ def logits_of_tile(refs: Refs, stage: Any) -> Any:
 
 
 def add_values(shape: Shape, refs: Refs, totals: Any, weights: Any, stage: Any, role: Any) -> Any:
-    """Each total f32[64, n] + weights bf16[64, TILE] @ as many columns of the tile; weights stay in registers."""
+    """Each total f32[64, n] + weights bf16[64, TILE] @ as many columns of the tile; weights from either memory."""
     columns = [refs.tiles.at[stage, :, at] for at in columns_of_totals(shape, role)]
     if shape.is_interpreted:  # it has no wgmma with a first operand in registers
+        weights = weights[...].astype(jnp.float32)
         rows = [column[...].astype(jnp.float32) for column in columns]
-        return tuple(total + jnp.dot(weights.astype(jnp.float32), row) for total, row in zip(totals, rows, strict=True))
+        return tuple(total + jnp.dot(weights, row) for total, row in zip(totals, rows, strict=True))
 
     def multiply(accumulators):
         for accumulator, column in zip(accumulators, columns, strict=True):

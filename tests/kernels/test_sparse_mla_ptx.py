@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.sparse_mla import cases, gather, join
+from pallas_kernels.sparse_mla import cases, extent, gather, join
 
 THREADS = 128
 FAR = 2**24  # from one block's shared memory to the next one's, as `mapa` sees it here
@@ -73,14 +73,30 @@ class Threads:
             case "max.s32":
                 signed = self.value(one[1], u32).view(np.int32)
                 self.set(one[0], np.maximum(signed, np.int32(self.value(one[2])[0])).view(u32))
-            case "setp.ge.s32":
-                self.set(one[0], self.value(one[1], u32).view(np.int32) >= 0)
+            case "setp.ge.s32" | "setp.ge.and.s32":
                 assert one[2] == "0"
-            case "setp.lt.and.u32":
-                smaller = self.value(one[1], u32) < self.value(one[2], u32)
-                self.set(one[0], smaller & self.value(one[3]).astype(bool))
-            case "prefetch.global.L2":
-                self.asked.append((self.address(one[0])[active] - POOL) // 128)
+                also = self.value(one[3]).astype(bool) if ".and." in operation else True
+                self.set(one[0], (self.value(one[1], u32).view(np.int32) >= 0) & also)
+            case "setp.lt.u32" | "setp.lt.and.u32":
+                also = self.value(one[3]).astype(bool) if ".and." in operation else True
+                self.set(one[0], (self.value(one[1], u32) < self.value(one[2], u32)) & also)
+            case "max.u32":
+                self.set(one[0], np.maximum(self.value(one[1], u32), self.value(one[2], u32)))
+            case "vote.sync.ballot.b32":
+                votes = self.value(one[1]).astype(bool).reshape(-1, 32)
+                words = (votes * (np.uint64(1) << np.arange(32, dtype=u64))).sum(1)
+                self.set(one[0], np.repeat(words, 32))
+            case "popc.b32":
+                self.set(one[0], np.bitwise_count(self.value(one[1], u32)))
+            case "cp.async.bulk.prefetch.L2.global":
+                self.asked += [(start - POOL, int(one[1])) for start in self.address(one[0])[active]]
+            case "cp.async.bulk.global.shared::cta.bulk_group":
+                to, start, size = self.address(one[0]), self.address(one[1]), self.value(one[2]).astype(np.int64)
+                for thread in np.flatnonzero(active):
+                    piece, at = np.arange(size[thread]), to[thread]
+                    assert not (at % 16 or start[thread] % 16 or len(piece) % 16), "a copy is not aligned"
+                    assert (self.device[at + piece] == 0xEE).all(), "a result is written twice"
+                    self.device[at + piece] = self.shared[start[thread] + piece]
             case "selp.b32" | "selp.f32":
                 self.set(one[0], np.where(self.value(one[3]).astype(bool), self.value(one[1]), self.value(one[2])))
             case "cvt.rn.f16x2.e4m3x2":
@@ -124,7 +140,7 @@ class Threads:
                 at = self.address(one[0])[active][:, None] + np.arange(words.shape[1])
                 assert (self.device[at] == 0xEE).all(), "a result is written twice"
                 self.device[at] = words
-            case "cp.async.commit_group":
+            case "cp.async.commit_group" | "cp.async.bulk.commit_group" | "cp.async.bulk.wait_group.read":
                 pass
             case _ if (load := re.fullmatch(r"ld\.global\.nc\.(?:v(\d)\.)?[bf]32", operation)) is not None:
                 count = int(load[1] or 1)
@@ -143,6 +159,8 @@ class Threads:
     def value(self, name: str, dtype: Any = np.uint64) -> np.ndarray:
         if name == "%tid.x":
             bits = np.arange(self.count, dtype=np.uint64) + np.uint64(self.first)
+        elif name == "%laneid":
+            bits = np.arange(self.count, dtype=np.uint64) % np.uint64(32)
         elif re.fullmatch(r"\d+", name):
             bits = np.full(self.count, int(name), np.uint64)
         elif name.startswith("0f"):
@@ -177,18 +195,21 @@ def unswizzled(tile: np.ndarray) -> np.ndarray:
     return pieces.transpose(0, 2, 1, 3, 4).reshape(64, 576)
 
 
-def rows_of_threads(slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """i32[64] -> what 128 threads hold of it where wgmma's layout has one value a row."""
-    row = np.arange(THREADS) // 32 * 16 + np.arange(THREADS) % 32 // 4
-    return slots[row], slots[row + 8]
-
-
 def gathering(device: np.ndarray, shared: np.ndarray, text: str, listed: np.ndarray, gatherers: int, *operands: int):
-    """Runs `text` by the third warpgroup of a block, with both slots of a thread, or by the third and the fourth."""
-    held = rows_of_threads(listed)
-    warpgroups = [Threads(device, shared, 256 + 128 * number) for number in range(gatherers)]
-    for number, threads in enumerate(warpgroups):
-        threads.run(text, *operands, *(held if gatherers == 1 else held[number : number + 1]))
+    """Runs `text` by the third warpgroup of a block, or by the third and the fourth, each thread with its own slots.
+
+    The slots are the second half of a list of 128 places, as the threads themselves read them."""
+    places = np.concatenate([np.full(64, -7, np.int32), listed]).view(np.uint8)
+    warpgroups = []
+    for number in range(gatherers):
+        threads = Threads(device, shared, 256 + 128 * number)
+        threads.device, held = places, []
+        for index in range(2 // gatherers):
+            threads.run(gather.own_slot(gatherers, index).replace("$0", "own"), 0, 0, 64)
+            held.append(threads.value("own", np.uint32))
+        threads.device = device
+        threads.run(text, *operands, *held)
+        warpgroups.append(threads)
     return warpgroups
 
 
@@ -213,16 +234,55 @@ def test_the_ptx_fills_a_tile_with_the_rows_of_the_list(record_format, stage, ga
 
 
 @pytest.mark.parametrize("gatherers", [1, 2])
-@pytest.mark.parametrize(("record_format", "size", "lines"), [("fp8", 656, 6), ("bf16", 1152, 9)])
-def test_the_l2_is_asked_for_the_lines_of_listed_rows_only(record_format, size, lines, gatherers):
-    case = cases.Case("gather", record_format, ((100,),))
-    listed = cases.make(case).slots[0, 0, 64:]
+@pytest.mark.parametrize(("record_format", "size"), [("fp8", 656), ("bf16", 1152)])
+def test_the_l2_is_asked_for_each_listed_row_once(record_format, size, gatherers):
+    listed = cases.make(cases.Case("gather", record_format, ((100,),))).slots[0, 0, 64:]
     none = np.zeros(0, np.uint8)
     warpgroups = gathering(none, none, gather.ask(size, gatherers), listed, gatherers, POOL)
-    asked = np.concatenate([asked for threads in warpgroups for asked in threads.asked]).tolist()
-    rows = listed[listed >= 0].astype(int)
-    assert set(asked) == {(size * row + 128 * line) // 128 for row in rows for line in range(lines)}
-    assert len(asked) == lines * len(rows)
+    asked = sorted(asked for threads in warpgroups for asked in threads.asked)
+    assert asked == sorted((size * int(slot), size) for slot in listed if slot >= 0)
+
+
+@pytest.mark.parametrize(
+    ("listed", "first", "most", "tiles", "wanted"),
+    [
+        (0, 0, 32, 32, (1, 0)),
+        (1, 0, 32, 32, (1, 1)),
+        (64, 0, 32, 32, (1, 64)),
+        (65, 0, 32, 32, (2, 1)),
+        (2048, 0, 32, 32, (32, 64)),
+        (2047, 28, 4, 32, (4, 63)),
+        (700, 8, 4, 32, (3, 60)),
+        (700, 12, 4, 32, (1, 0)),
+        (64 * 40 - 30, 0, 40, 40, (40, 34)),  # more tiles than a warp has lanes
+        (64 * 5, 4, 2, 5, (1, 64)),  # the last part is shorter than the others
+    ],
+)
+def test_a_part_s_tiles_and_its_last_one_s_records_are_counted(listed, first, most, tiles, wanted):
+    slots = np.where(np.arange(64 * (tiles + 2)) < listed, 7, -1).astype(np.int32)
+    slots[64 * tiles :] = 9  # the next row's
+    threads = Threads(slots.view(np.uint8), np.zeros(0, np.uint8))
+    threads.run(extent.tiles_voted(most, tiles).replace("$0", "found"), 0, 0, first)
+    count = threads.value("found", np.uint32)
+    threads.run(extent.records_voted().replace("$0", "inside"), 0, 0, first + int(count[0]) - 1)
+    inside = threads.value("inside", np.uint32)
+    assert (set(count.tolist()), set(inside.tolist())) == ({wanted[0]}, {wanted[1]})
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_a_block_sends_the_part_it_left(heads):
+    """Each half by its own warpgroup, each value once, and no head behind the last."""
+    random = np.random.default_rng(0)
+    values, logarithms = random.standard_normal((64, 512), np.float32), random.standard_normal(64).astype(np.float32)
+    tiles, beside, out, lse = 512, 2**18, 1024, 2**17 + 2**16
+    shared, device = np.zeros(2**18 + 1024, np.uint8), np.full(2**18, 0xEE, np.uint8)
+    shared[tiles : tiles + 64 * 4 * join.PITCH].view(np.float32).reshape(64, join.PITCH)[:, :512] = values
+    shared[beside : beside + 256].view(np.float32)[:] = logarithms
+    for role in (0, 1):
+        Threads(device, shared, 128 * role).run(join.sending(role), tiles, beside, out, lse, heads)
+    np.testing.assert_array_equal(device[out:].view(np.float32)[: 512 * heads].reshape(heads, 512), values[:heads])
+    np.testing.assert_array_equal(device[lse:].view(np.float32)[:heads], logarithms[:heads])
+    assert (device != 0xEE).sum() <= 4 * 513 * heads
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
@@ -233,6 +293,7 @@ def test_the_blocks_of_a_cluster_join_their_parts(parts):
     logarithms = random.normal(0, 3, (parts, 64)).astype(np.float32)
     logarithms[random.random((parts, 64)) < 0.3] = -np.inf
     logarithms[:, 7] = -np.inf
+    heads = 56  # the others are not there
     values[np.isneginf(logarithms)] = 0
     tiles, beside = 512, 2**18
     blocks = []
@@ -247,11 +308,13 @@ def test_the_blocks_of_a_cluster_join_their_parts(parts):
     with np.errstate(divide="ignore"):
         for part in range(parts):
             threads = Threads(device, blocks[part], 0, 256, blocks)
-            threads.run(join.joining(parts), tiles, beside, out, lse, part)
+            threads.run(join.joining(parts), tiles, beside, out, lse, part, heads)
         weights = np.exp(logarithms.astype(np.float64) - np.where(np.isneginf(logarithms.max(0)), 0, logarithms.max(0)))
         mass = weights.sum(0)
         wanted_lse = np.log(mass) + np.where(np.isneginf(logarithms.max(0)), 0, logarithms.max(0))
     wanted = np.einsum("ph,phd->hd", weights, values) / np.where(mass > 0, mass, 1)[:, None]
     joined = device[out : out + 64 * 2048].view(np.float32).reshape(64, 512)
-    np.testing.assert_allclose(joined, wanted, rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(device[lse : lse + 256].view(np.float32), wanted_lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(joined[:heads], wanted[:heads], rtol=2e-5, atol=2e-6)
+    found_lse = device[lse : lse + 256].view(np.float32)
+    np.testing.assert_allclose(found_lse[:heads], wanted_lse[:heads], rtol=1e-5, atol=1e-5)
+    assert (joined[heads:].view(np.uint8) == 0xEE).all() and (found_lse[heads:].view(np.uint8) == 0xEE).all()
