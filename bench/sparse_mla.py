@@ -7,7 +7,7 @@ check   every case of `pallas_kernels.sparse_mla.cases` against its oracle: mask
 bench   the claims E.b*, E.heads*, E.xla_ratio_b32, bf16 and FP8 records, the best of a few tunings; about 120 s; writes
         rows
 tuned   the same with the tuning of the table alone, about 45 s
-tune    parts and clusters at four sizes, about 60 s; prints only
+tune    kernels alone for each of a few tunings, about 45 s; prints only
 once    a small call of each format and nothing else, for a profiler or compute-sanitizer
 beyond  one call whose list names a row far behind the pool: what compute-sanitizer must find
 
@@ -416,23 +416,17 @@ def write_ratio(times: gpu_timing.KernelTimes, attend: Any, inputs: tuple[jax.Ar
 
 def tune() -> None:
     print("tune: kernel us (attend + combine) for each parts/cluster", flush=True)
-    shapes = [Shape(seats, 128, record_format) for seats in (8, 32) for record_format in FORMATS]
-    shapes += [Shape(16, 128, "fp8"), Shape(4, 128, "fp8")]
-    kernels = compiled([(shape.record_format, cut, shape.structs()) for shape in shapes for cut in cuts(shape)])
+    shapes = [Shape(*size, record_format) for size in CLAIMS for record_format in FORMATS]
+    jobs = [(shape.record_format, cut, shape.structs()) for shape in shapes for cut in tunings(shape)]
+    kernels = iter(list(compiled(jobs)))  # all of them before the first is timed
     for shape in shapes:
         inputs, found = arguments(shape), []
-        for tuning in cuts(shape):
+        for tuning in tunings(shape):
             times = gpu_timing.kernel_times(next(kernels), *inputs, repeats=15)
             parts = " + ".join(f"{one.median:.1f}" for _, one in times.kernels)
             found.append(f"{describe(tuning)}: {times.total.median:.1f} ({parts})")
-        print(f"  {shape.heads} x {shape.seats:3} {shape.record_format:>5}   " + "   ".join(found), flush=True)
+        print(f"  {shape.heads:3} x {shape.seats:3} {shape.record_format:>5}   " + "   ".join(found), flush=True)
         del inputs
-
-
-def cuts(shape: Shape) -> list[Tuning]:
-    units = shape.seats * shape.heads // 64
-    several = [splits for splits in (1, 2, 4, 8, 16, 32) if 60 <= units * splits <= 264]
-    return [Tuning(splits, cluster) for splits in several for cluster in sorted({1, min(splits, 2), min(splits, 4)})]
 
 
 def once() -> None:

@@ -28,6 +28,8 @@ def tiles_of_part(slots: Any, row: Any, first: Any, most: int, tiles: int, is_in
 
     slots   i32[rows, tiles * 64] in device memory
     """
+    if most == 1:
+        return jnp.int32(1)
     if not is_interpreted:
         return _counted(tiles_voted(most, tiles), slots, row, first)
     count = jnp.int32(0)

@@ -6,7 +6,7 @@ another's memory: there, and where a cluster is one block, parts go through devi
 
 Each block leaves 64 x 512 values, divided by their own mass, where its tiles were, and 64 logarithms beside them.
 After the cluster's barrier block p joins heads p * 64 / n .. of all n parts and writes them; a second barrier keeps
-every block until the others have read.
+every block until the others have read. Weights are divided by their sum here, and not the sum of values by it.
 """
 
 from __future__ import annotations
@@ -144,40 +144,58 @@ def join_parts(tiles: Any, logarithms: Any, part: Any, parts: int, heads: Any, o
 
 def joining(parts: int) -> str:
     """Operands: parts and logarithms in shared memory, results in device memory, this part's number, and heads there
-    are."""
-    heads = HEADS // parts
+    are.
+
+    Another block's memory is far away, so that what a thread reads there is under way together: first all logarithms,
+    32 of them however many parts there are, then the values of some heads at a time, eight pieces of 16 bytes.
+    """
+    heads, count = HEADS // parts, HEADS // parts // 2
     text = [
-        ".reg .b32 me, column, head, near, far;  .reg .pred nothing, some, first, exists;  .reg .b64 to, log, at;",
-        f".reg .f32 m<{parts}>, w<{parts}>, x<{4 * parts}>, t<4>, base, mass, divisor;",
+        ".reg .b32 me, column, head, near;  .reg .pred nothing, some, first, exists;  .reg .b64 to, log, at;",
+        f".reg .b32 logs<{parts}>, values<{parts}>;  .reg .f32 w<{parts * count}>, x<32>, t<4>, base, mass, divisor;",
         "mov.u32 me, %tid.x;  and.b32 column, me, 127;  shr.u32 me, me, 7;",
         f"mad.lo.u32 me, $4, {heads}, me;  setp.eq.u32 first, column, 0;",
-        "cvta.to.global.u64 to, $2;  cvta.to.global.u64 log, $3;  mad.wide.u32 to, column, 16, to;",
+        f"cvta.to.global.u64 to, $2;  mad.wide.u32 to, me, {4 * LATENT}, to;  mad.wide.u32 to, column, 16, to;",
+        "cvta.to.global.u64 log, $3;  mad.wide.u32 log, me, 4, log;  mad.lo.u32 near, me, 4, $1;",
+        *(f"mapa.shared::cluster.u32 logs{part}, near, {part};" for part in range(parts)),
+        f"mad.lo.u32 near, me, {4 * PITCH}, $0;  mad.lo.u32 near, column, 16, near;",
+        *(f"mapa.shared::cluster.u32 values{part}, near, {part};" for part in range(parts)),
     ]
-    for index in range(heads // 2):
-        text.append(f"add.u32 head, me, {2 * index};  mad.lo.u32 near, head, 4, $1;")
-        for part in range(parts):
-            text.append(f"mapa.shared::cluster.u32 far, near, {part};  ld.shared::cluster.f32 m{part}, [far];")
-        text.append(f"mad.lo.u32 near, head, {4 * PITCH}, $0;  mad.lo.u32 near, column, 16, near;")
-        for part in range(parts):
-            names = ", ".join(f"x{4 * part + i}" for i in range(4))
-            text.append(f"mapa.shared::cluster.u32 far, near, {part};  ld.shared::cluster.v4.f32 {{{names}}}, [far];")
-        text.append("mov.f32 base, m0;")
-        text += [f"max.f32 base, base, m{part};" for part in range(1, parts)]
+    for index in range(count):
+        text += [
+            f"ld.shared::cluster.f32 w{parts * index + part}, [logs{part} + {8 * index}];" for part in range(parts)
+        ]
+    for index in range(count):
+        weights = [f"w{parts * index + part}" for part in range(parts)]
+        text.append(f"mov.f32 base, {weights[0]};")
+        text += [f"max.f32 base, base, {weight};" for weight in weights[1:]]
         text.append("setp.eq.f32 nothing, base, 0fFF800000;  selp.f32 base, 0f00000000, base, nothing;")
-        for part in range(parts):
-            text.append(f"sub.rn.f32 w{part}, m{part}, base;  mul.rn.f32 w{part}, w{part}, {_float(LOG2E)};")
-            text.append(f"ex2.approx.f32 w{part}, w{part};")
-        text.append("mov.f32 mass, w0;")
-        text += [f"add.rn.f32 mass, mass, w{part};" for part in range(1, parts)]
-        text += [f"mul.rn.f32 t{i}, w0, x{i};" for i in range(4)]
-        text += [f"fma.rn.f32 t{i}, w{part}, x{4 * part + i}, t{i};" for part in range(1, parts) for i in range(4)]
+        for weight in weights:
+            text.append(f"sub.rn.f32 {weight}, {weight}, base;  mul.rn.f32 {weight}, {weight}, {_float(LOG2E)};")
+            text.append(f"ex2.approx.f32 {weight}, {weight};")
+        text.append(f"mov.f32 mass, {weights[0]};")
+        text += [f"add.rn.f32 mass, mass, {weight};" for weight in weights[1:]]
         text.append(f"setp.gt.f32 some, mass, 0f00000000;  selp.f32 divisor, mass, {_float(1.0)}, some;")
-        text += [f"div.rn.f32 t{i}, t{i}, divisor;" for i in range(4)]
-        text.append(f"mad.wide.u32 at, head, {4 * LATENT}, to;  setp.lt.u32 exists, head, $5;")
-        text.append("@exists st.global.v4.f32 [at], {t0, t1, t2, t3};")
+        text += [f"div.full.f32 {weight}, {weight}, divisor;" for weight in weights]
         text.append(f"lg2.approx.f32 mass, mass;  fma.rn.f32 mass, mass, {_float(LN2)}, base;")
-        text.append("mad.wide.u32 at, head, 4, log;  setp.lt.and.u32 exists, head, $5, first;")
-        text.append("@exists st.global.f32 [at], mass;")
+        text.append(f"add.u32 head, me, {2 * index};  setp.lt.and.u32 exists, head, $5, first;")
+        text.append(f"@exists st.global.f32 [log + {8 * index}], mass;")
+    together = 8 // parts  # heads
+    for start in range(0, count, together):
+        places = [(index, part) for index in range(start, start + together) for part in range(parts)]
+        for place, (index, part) in enumerate(places):
+            names = ", ".join(f"x{4 * place + i}" for i in range(4))
+            address = f"[values{part} + {2 * index * 4 * PITCH}]"
+            text.append(f"ld.shared::cluster.v4.f32 {{{names}}}, {address};")
+        for place, (index, part) in enumerate(places):
+            weight = f"w{parts * index + part}"
+            if part == 0:
+                text += [f"mul.rn.f32 t{i}, {weight}, x{4 * place + i};" for i in range(4)]
+            else:
+                text += [f"fma.rn.f32 t{i}, {weight}, x{4 * place + i}, t{i};" for i in range(4)]
+            if part == parts - 1:
+                text.append(f"add.u32 head, me, {2 * index};  setp.lt.u32 exists, head, $5;")
+                text.append(f"@exists st.global.v4.f32 [to + {2 * index * 4 * LATENT}], {{t0, t1, t2, t3}};")
     return "{" + "\n".join(text) + "}"
 
 

@@ -288,8 +288,8 @@ def fill(shape: Shape, refs: Refs, place: Place, gatherer: Any) -> None:
 
 def convert_tiles(shape: Shape, refs: Refs, place: Place, gatherer: Any, listed: Any, following: Any) -> Any:
     """The tiles of an FP8 pool one after another, each from the L2, which is asked for the next one; how many."""
+    count = tiles_to_do(shape, refs, place)  # while the first slots are on their way
     gather.ask_for(refs.records, listed, shape.gatherers, shape.is_interpreted)
-    count = tiles_to_do(shape, refs, place)
 
     def convert(index, carry):
         listed, following = carry
@@ -311,8 +311,8 @@ def convert_tiles(shape: Shape, refs: Refs, place: Place, gatherer: Any, listed:
 
 def copy_tiles(shape: Shape, refs: Refs, place: Place, gatherer: Any, listed: Any, following: Any) -> Any:
     """The tiles of a bf16 pool, up to two under way at a time; how many."""
+    count = tiles_to_do(shape, refs, place)  # while the first slots are on their way
     start(shape, refs, 0, listed, gatherer)
-    count = tiles_to_do(shape, refs, place)
     listed, following = following, slots_of_tile(shape, refs, place, 2)
 
     # Two tiles are under way before the first is waited for; later ones start while the math is busy.

@@ -115,7 +115,7 @@ class Threads:
                 piece = self.read(self.device, self.address(one[1]), 16)
                 piece[np.arange(16)[None] >= size[:, None]] = 0
                 self.write(self.address(one[0]), piece)
-            case "max.f32" | "sub.rn.f32" | "add.rn.f32" | "div.rn.f32":
+            case "max.f32" | "sub.rn.f32" | "add.rn.f32" | "div.full.f32":
                 compute = dict(max=np.maximum, sub=np.subtract, add=np.add, div=np.divide)[operation.split(".")[0]]
                 self.set(one[0], compute(*(self.value(name, u32).view(f32) for name in one[1:])).view(u32))
             case "fma.rn.f32":
