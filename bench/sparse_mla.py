@@ -12,8 +12,8 @@ once    a small call of each format and nothing else, for a profiler or compute-
 beyond  one call whose list names a row far behind the pool: what compute-sanitizer must find
 
 Kernels are compiled by several threads, ahead of what is measured. The file knows shapes, claims and how operations are
-counted: 2 * heads * k * (576 + 512) a query row. How time is taken is in `gpu_timing`, how a row is written in
-`harness`.
+counted: 2 * heads * k * (576 + 512) a query row. What is called is in `sparse_mla_calls`, how time is taken in
+`gpu_timing`, how a row is written in `harness`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,29 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-import pallas_kernels
-from bench import events, gpu_timing, harness
+from bench import gpu_timing, harness
+from bench.sparse_mla_calls import (
+    THREADS,
+    Shape,
+    arguments,
+    compiled,
+    compiled_with_programs,
+    event_times,
+    kernel,
+    xla_form,
+)
 from pallas_kernels.sparse_mla import cases, dispatch, mosaic_gpu
 from pallas_kernels.sparse_mla.mosaic_gpu import Tuning
 
-WIDTH, LATENT, K, CONTEXT = 576, 512, 2048, 65_536
 BF16_TFLOPS = 790  # dense matrix products of random numbers on this kind of machine
-BYTES = {"bf16": 1152, "fp8": 656}
 FORMATS = ("bf16", "fp8")
 # Microseconds of FlashMLA 1.0.0 on an H200, FP8 records, 128 heads, by CUDA graph replay.
 FLASHMLA = {1: 20.7, 8: 29.8, 32: 66.3, 128: 188.8}
@@ -60,141 +66,11 @@ TUNINGS = {
 }
 # Where the other number of gathering warpgroups is tried too: two for bf16, one for FP8 records.
 OTHER_GATHERERS = {(8, 128): Tuning(8), (128, 128): Tuning(1)}
-THREADS = 8  # that compile
-REPEATS = gpu_timing.REPEATS
 FILE = "sparse_mla.jsonl"
 METHOD = "median of 30; L2 overwritten before each call; 2048 random rows out of 65536 a seat; query already in bf16"
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    seats: int
-    heads: int
-    record_format: str
-
-    @property
-    def operations(self) -> int:
-        return 2 * self.seats * self.heads * K * (WIDTH + LATENT)
-
-    @property
-    def gathered_bytes(self) -> int:
-        return self.seats * K * BYTES[self.record_format]
-
-    @property
-    def pool(self) -> int:
-        """Rows. Above 32 seats, seats share 32 contexts: the pool stays at 2.4 GB."""
-        return min(self.seats, 32) * CONTEXT
-
-    def structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of `arguments`, to compile for."""
-        record, dtype = ((3, WIDTH // 3), jnp.bfloat16) if self.record_format == "bf16" else ((164,), jnp.uint32)
-        return (
-            jax.ShapeDtypeStruct((self.seats, 1, self.heads, WIDTH), jnp.bfloat16),
-            jax.ShapeDtypeStruct((self.pool, *record), dtype),
-            jax.ShapeDtypeStruct((self.seats, 1, K), jnp.int32),
-        )
-
-    def tuned(self) -> Tuning:
-        return dispatch.tuned(self.seats * -(-self.heads // 64))
-
-    def describe(self) -> dict[str, Any]:
-        return dict(seats=self.seats, heads=self.heads, k=K, records=self.record_format, context=CONTEXT)
-
-
 RATIO_SHAPE = Shape(32, 128, "bf16")  # where XLA's form is timed too
-
-
-def arguments(shape: Shape) -> tuple[jax.Array, ...]:
-    """Query, pool and lists on the device."""
-    pool, distinct = shape.pool, 4096
-
-    @jax.jit
-    def fill(key):
-        values = jax.random.normal(key, (distinct, WIDTH))
-        if shape.record_format == "bf16":
-            stored = values.astype(jnp.bfloat16).reshape(distinct, 3, WIDTH // 3)
-        else:
-            codes = jnp.clip(80 * values[:, :LATENT], -448, 448).astype(jnp.float8_e4m3fn)  # beyond is NaN
-            codes = lax.bitcast_convert_type(codes.reshape(distinct, -1, 4), jnp.uint32)
-            scales = lax.bitcast_convert_type(jnp.full((distinct, 4), 1 / 80, jnp.float32), jnp.uint32)
-            rope = values[:, LATENT:].astype(jnp.bfloat16).reshape(distinct, -1, 2)
-            stored = jnp.concatenate([codes, scales, lax.bitcast_convert_type(rope, jnp.uint32)], axis=1)
-        return jnp.take(stored, jnp.arange(pool) % distinct, axis=0)
-
-    random = np.random.default_rng(0)
-    query = jnp.asarray(random.standard_normal((shape.seats, 1, shape.heads, WIDTH), np.float32)).astype(jnp.bfloat16)
-    lists = [random.choice(CONTEXT, K, replace=False) + (seat % 32) * CONTEXT for seat in range(shape.seats)]
-    slots = jnp.asarray(np.stack(lists)[:, None].astype(np.int32))
-    return jax.block_until_ready((query, fill(jax.random.key(0)), slots))
-
-
-def kernel(record_format: str, tuning: Tuning | None = None) -> Any:
-    def sparse_mla(query, records, slots):
-        return pallas_kernels.sparse_mla(
-            query,
-            records,
-            slots,
-            cases.SCALE,
-            record_format=record_format,  # type: ignore
-            implementation="mosaic_gpu",
-            tuning=tuning,
-        )
-
-    return jax.jit(sparse_mla)
-
-
-@jax.jit
-def xla_form(query, records, slots):
-    """What XLA makes of it at its best: a gather, two bf16 einsums with f32 sums, and a softmax between them."""
-
-    def row(query, slots):
-        rows = records[slots].reshape(K, WIDTH)
-        logits = jnp.einsum("hd,kd->hk", query, rows, preferred_element_type=jnp.float32) * cases.SCALE
-        weights = jax.nn.softmax(logits, axis=-1).astype(jnp.bfloat16)
-        return jnp.einsum("hk,kd->hd", weights, rows[:, :LATENT], preferred_element_type=jnp.float32)
-
-    return jax.vmap(row)(query[:, 0], slots[:, 0])
-
-
-def compiled(jobs: Sequence[tuple[str, Tuning, Sequence[Any]]]) -> Iterator[Any]:
-    """The kernel of each (format, tuning, arguments' shapes), in order; several threads compile ahead."""
-
-    def compile_one(job):
-        record_format, tuning, structs = job
-        return kernel(record_format, tuning).lower(*structs).compile()
-
-    with ThreadPoolExecutor(THREADS) as threads:
-        yield from threads.map(compile_one, jobs)
-
-
-def event_program(function: Any) -> Any:
-    """The program of `events.event_time`, to be compiled ahead: REPEATS times overwrite the L2, record, call, record.
-
-    It returns what waits for all of that. A call waits for its first event through its list of slots.
-    """
-
-    def record(array, number):
-        shape = jax.typeof(array)
-        call = jax.ffi.ffi_call("bench_record_event", shape, input_output_aliases={0: 0}, has_side_effect=True)
-        return call(array, number=np.int64(number))
-
-    def program(query, records, slots):
-        before = number = jnp.zeros((1,), jnp.uint32)
-        for index in range(REPEATS):
-            zero = gpu_timing.overwrite(number, before)[:1] >> 31
-            slots = record(slots + zero[0].astype(jnp.int32), 2 * index)
-            before = record(function(query, records, slots)[0], 2 * index + 1).reshape(-1)[:1]
-        return before
-
-    return jax.jit(program)
-
-
-def event_times(program: Any, inputs: tuple[jax.Array, ...]) -> harness.Measurement:
-    """Microseconds of a call by the program compiled of `event_program`, in the last of four runs."""
-    elapsed = events.build().BenchElapsed
-    for _ in range(4):
-        jax.block_until_ready(program(*inputs))
-    return harness.summarise([1e3 * float(elapsed(2 * index, 2 * index + 1)) for index in range(REPEATS)])
 
 
 def check() -> None:
@@ -263,7 +139,9 @@ def bench(is_tuned: bool = False) -> None:
     shapes = [Shape(*size, record_format) for size in CLAIMS for record_format in FORMATS]
     wanted = {shape: [shape.tuned()] if is_tuned else tunings(shape) for shape in shapes}
     started = time.perf_counter()
-    kernels, programs = compiled_ahead([(shape, tuning) for shape in shapes for tuning in wanted[shape]])
+    jobs = [(shape, tuning) for shape in shapes for tuning in wanted[shape]]
+    ready = dict(zip(jobs, compiled_with_programs(jobs), strict=True))
+    xla = xla_form.lower(*RATIO_SHAPE.structs()).compile()
     print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
     print(
         "heads x B  records  parts/cluster   us of a replay [p10 p90]  a call  kernels   TFLOP/s  of 790   FlashMLA us",
@@ -272,10 +150,11 @@ def bench(is_tuned: bool = False) -> None:
     slower: tuple[harness.Measurement, Shape, Tuning] | None = None
     for shape in shapes:
         inputs = arguments(shape)
-        tuning, times = best_tuning({one: kernels[shape, one] for one in wanted[shape]}, inputs)
-        event, graph = (event_times(program, inputs) for program in programs[shape, tuning])
+        tuning, times = best_tuning({one: ready[shape, one][0] for one in wanted[shape]}, inputs)
+        attend, programs = ready[shape, tuning]
+        event, graph = (event_times(program, inputs) for program in programs)
         if shape == RATIO_SHAPE:
-            write_ratio(times, kernels[shape, tuning], inputs)
+            write_ratio(times, attend, xla, inputs)
         report(shape, tuning, event, graph, times)
         write(shape, tuning, event, graph, times)
         del inputs
@@ -284,25 +163,6 @@ def bench(is_tuned: bool = False) -> None:
         if shape.record_format == FORMATS[-1]:
             write_claims(*slower)
             slower = None
-
-
-def compiled_ahead(jobs: Sequence[tuple[Shape, Tuning]]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """For each shape and tuning its kernel, and the programs that take its time: of plain calls, of graph replays."""
-    events.build()
-
-    def compile_one(job):
-        shape, tuning = job
-        attend = kernel(shape.record_format, tuning)
-        program = event_program(attend).lower(*shape.structs())
-        graph = program.compile(compiler_options={"xla_gpu_graph_min_graph_size": 1})  # of one kernel too
-        return attend.lower(*shape.structs()).compile(), (program.compile(), graph)
-
-    with ThreadPoolExecutor(THREADS) as threads:
-        xla = threads.submit(lambda: xla_form.lower(*RATIO_SHAPE.structs()).compile())
-        found = list(threads.map(compile_one, jobs))
-        xla.result()
-    kernels, programs = zip(*found, strict=True)
-    return dict(zip(jobs, kernels, strict=True)), dict(zip(jobs, programs, strict=True))
 
 
 def write_claims(graph: harness.Measurement, shape: Shape, tuning: Tuning) -> None:
@@ -399,9 +259,9 @@ def write(
     )
 
 
-def write_ratio(times: gpu_timing.KernelTimes, attend: Any, inputs: tuple[jax.Array, ...]) -> None:
-    xla = gpu_timing.kernel_times(xla_form, *inputs).total
-    difference = float(jnp.max(jnp.abs(xla_form(*inputs) - attend(*inputs)[0][:, 0])))
+def write_ratio(times: gpu_timing.KernelTimes, attend: Any, form: Any, inputs: tuple[jax.Array, ...]) -> None:
+    xla = gpu_timing.kernel_times(form, *inputs).total
+    difference = float(jnp.max(jnp.abs(form(*inputs) - attend(*inputs)[0][:, 0])))
     print(f"      XLA's form: {xla.median:.1f} us; the largest difference is {difference:.3g}", flush=True)
     harness.record(
         "E.xla_ratio_b32",

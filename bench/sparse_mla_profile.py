@@ -3,7 +3,7 @@
     python -m bench.sparse_mla_profile [--limit 60] [--keep FOLDER]       about 50 s on one GPU; prints only
 
 It knows which counters tell tensor cores, shared memory and the L2 apart, how to ask ncu for them and for samples of
-every instruction, and how to read both answers. What is profiled is `bench.sparse_mla`'s call at CALLS, as tuned.
+every instruction, and how to read both answers. What is profiled is the call of the bench at CALLS, as tuned.
 
 A sample is a warp's program counter, with what the warp waited for. All warps of a block are there from its start to
 its end, so that samples of one role, over its warps, are shares of the block's time. Roles are told apart by what only
@@ -80,12 +80,12 @@ def profiled() -> None:
     """What runs under ncu."""
     import jax
 
-    from bench import sparse_mla
+    from bench import sparse_mla_calls as calls
 
-    shapes = [sparse_mla.Shape(seats, 128, record_format) for seats, record_format in CALLS]
-    kernels = sparse_mla.compiled([(shape.record_format, shape.tuned(), shape.structs()) for shape in shapes])
+    shapes = [calls.Shape(seats, 128, record_format) for seats, record_format in CALLS]
+    kernels = calls.compiled([(shape.record_format, shape.tuned(), shape.structs()) for shape in shapes])
     for shape, attend in zip(shapes, kernels, strict=True):
-        inputs = sparse_mla.arguments(shape)
+        inputs = calls.arguments(shape)
         jax.block_until_ready(attend(*inputs))
         del inputs
 
