@@ -30,7 +30,7 @@ from pathlib import Path
 from bench.sanitize import tool_path
 
 ROOT = Path(__file__).resolve().parent.parent
-CALLS = ((128, "bf16"), (128, "fp8"), (8, "fp8"))
+CALLS = ((128, "bf16"), (128, "fp8"), (8, "bf16"), (1, "bf16"))
 SHOWN = 25  # instructions of a kernel, those with most samples
 SECTIONS = ("SourceCounters", "WarpStateStats", "LaunchStats", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis")
 COUNTERS = (

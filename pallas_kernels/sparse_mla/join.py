@@ -34,14 +34,9 @@ def this_member() -> Any:
     return _read("mov.u32 $0, %cluster_ctarank;")
 
 
-def this_cluster() -> Any:
-    """i32: the cluster's number in the grid, read anew for the same reason."""
-    return _read("mov.u32 $0, %clusterid.x;")
-
-
-def this_warpgroup() -> Any:
-    """i32: its number in the block, read anew for the same reason."""
-    return _read("mov.u32 $0, %tid.x;  shr.u32 $0, $0, 7;")
+def this_cluster(blocks: int) -> Any:
+    """i32: the number in the grid of the cluster of so many blocks, read anew for the same reason."""
+    return _read("mov.u32 $0, %clusterid.x;" if blocks > 1 else "mov.u32 $0, %ctaid.x;")
 
 
 def _read(text: str) -> Any:

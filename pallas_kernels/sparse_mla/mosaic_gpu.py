@@ -33,6 +33,7 @@ MATH = 2  # warpgroups, with half of the 512 values each: 64 x 256 sums are 128 
 HALF = LATENT // MATH
 GATHERERS = {"bf16": 1, "fp8": 2}  # warpgroups that bring rows: conversion keeps two busy
 STAGES = 2  # tiles of records beside the queries in shared memory
+APART = 8  # columns from one pair that a thread has of a row to the next
 ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # one value a head, one value a record
 # Registers a thread, by gathering warpgroups, of those that weigh, follow and gather: three warpgroups of 168 are
 # launched, or four of 128. Both that attend have 128 of sums; logits and weights are 48 more.
@@ -43,7 +44,7 @@ class OfHeads(enum.IntEnum):
     """What is in shared memory for each head."""
 
     SHRINK = 0  # sums are multiplied by it before the current tile's values are added
-    MASS = 1  # of all weights so far
+    MASS = 1  # of all weights
     LOGARITHM = 2  # of this block's part, where blocks join
 
 
@@ -235,10 +236,16 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
 
 def place_of_block(shape: Shape) -> Place:
     """Blocks of the same rows are neighbours, so that the second group of heads finds them in the L2."""
-    block = join.this_cluster() if shape.cluster > 1 else lax.axis_index("block")
+    block = lax.axis_index("block") if shape.is_interpreted else join.this_cluster(shape.cluster)
     member = join.this_member() if shape.cluster > 1 else jnp.int32(0)
-    row, inside = block // (shape.groups * shape.parts), block % (shape.groups * shape.parts)
-    return Place(row, inside // shape.groups, member, inside % shape.groups)
+    # Nothing is negative: jnp's // and % would ask, here and, as slowly as it compiles, in Mosaic.
+    groups, blocks = jnp.int32(shape.groups), jnp.int32(shape.groups * shape.parts)
+    row, inside = lax.div(block, blocks), lax.rem(block, blocks)
+    return Place(row, lax.div(inside, groups), member, lax.rem(inside, groups))
+
+
+def stage_of(index: Any) -> Any:
+    return lax.rem(jnp.int32(index), jnp.int32(STAGES))
 
 
 def tiles_to_do(shape: Shape, refs: Refs, place: Place) -> Any:
@@ -298,11 +305,11 @@ def convert_tiles(shape: Shape, refs: Refs, place: Place, gatherer: Any, listed:
 
         @pl.when(index >= STAGES)
         def _():
-            plgpu.barrier_wait(refs.tiles_empty.at[index % STAGES])
+            plgpu.barrier_wait(refs.tiles_empty.at[stage_of(index)])
 
         start(shape, refs, index, listed, gatherer)
         gather.finish(shape.is_interpreted)
-        plgpu.barrier_arrive(refs.tiles_full.at[index % STAGES])
+        plgpu.barrier_arrive(refs.tiles_full.at[stage_of(index)])
         return following, later
 
     lax.fori_loop(0, count, convert, (listed, following))
@@ -331,11 +338,11 @@ def copy_tiles(shape: Shape, refs: Refs, place: Place, gatherer: Any, listed: An
         listed, following = carry, slots_of_tile(shape, refs, place, index + 2)
         gather.ask_for(refs.records, listed, shape.gatherers, shape.is_interpreted)
         gather.finish(shape.is_interpreted)
-        plgpu.barrier_arrive(refs.tiles_full.at[index % STAGES])
+        plgpu.barrier_arrive(refs.tiles_full.at[stage_of(index)])
 
         @pl.when(index + 1 < count)
         def _():
-            plgpu.barrier_wait(refs.tiles_empty.at[(index + 1) % STAGES])
+            plgpu.barrier_wait(refs.tiles_empty.at[stage_of(index + 1)])
             start(shape, refs, index + 1, listed, gatherer)
 
         return following
@@ -351,7 +358,7 @@ def slots_of_tile(shape: Shape, refs: Refs, place: Place, index: Any) -> Any:
 
 
 def start(shape: Shape, refs: Refs, index: Any, listed: Any, gatherer: Any) -> None:
-    stage = jnp.int32(index) % STAGES
+    stage = stage_of(index)
     gather.start_tile(refs.records, refs.tiles, stage, listed, gatherer, shape.gatherers, shape.is_interpreted)
 
 
@@ -361,7 +368,7 @@ def start(shape: Shape, refs: Refs, index: Any, listed: Any, gatherer: Any) -> N
 def weigh(shape: Shape, refs: Refs, place: Place) -> None:
     """The logits of this part of the list for 64 heads, their softmax, and the first half of the values.
 
-    Each tile's weights go to `follow` through shared memory, with what its sums shrink by and the mass so far.
+    Each tile's weights go to `follow` through shared memory, with what its sums shrink by, and at the end their mass.
     """
     count = tiles_to_do(shape, refs, place)
     in_last = extent.records_of_tile(refs.slots, place.row, place.first_tile(shape) + count - 1, shape.is_interpreted)
@@ -369,57 +376,61 @@ def weigh(shape: Shape, refs: Refs, place: Place) -> None:
     plgpu.barrier_wait(refs.heads_full)
 
     def weigh_tile(index, carry):
-        totals, peak, mass = carry
-        stage = index % STAGES
+        totals, peak, masses = carry
+        stage = stage_of(index)
         plgpu.barrier_wait(refs.tiles_full.at[stage])
-        column = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=COLUMNS)
-        is_listed = column < jnp.where(index == count - 1, in_last, TILE)
+        is_listed = extent.columns_of_tile(COLUMNS, shape.is_interpreted) < jnp.where(index == count - 1, in_last, TILE)
         is_listed = lax.broadcast_in_dim(is_listed, (HEADS, TILE), (1,))
         logits = jnp.where(is_listed, logits_of_tile(refs, stage) * to_exponent, -jnp.inf)
         higher = jnp.maximum(peak, jnp.max(logits, axis=1))
         base = jnp.where(higher == -jnp.inf, 0.0, higher)  # nothing listed so far: no infinity less infinity
         weights = jnp.exp2(logits - over_columns(base, TILE))
         shrink = jnp.exp2(peak - base)
-        mass = mass * shrink + jnp.sum(weights, axis=1)
-        weights = weights.astype(jnp.bfloat16)
+        rounded = weights.astype(jnp.bfloat16)
 
         @pl.when(index > 0)
         def _():
             plgpu.barrier_wait(refs.weights_empty)
 
-        refs.weights[...] = weights
+        refs.weights[...] = rounded
         refs.of_heads[OfHeads.SHRINK] = shrink
-        refs.of_heads[OfHeads.MASS] = mass
         gather.finish(shape.is_interpreted)
         plgpu.barrier_arrive(refs.weights_full)
-        totals = add_values(shape, refs, shrunk(totals, shrink), weights, stage, 0)
+        # What is not on the other's way: each thread's own masses, of every eighth pair of columns.
+        own = [weights[:, column : column + APART] for column in range(0, TILE, APART)]
+        masses = masses * over_columns(shrink, APART) + functools.reduce(jnp.add, own)
+        totals = add_values(shape, refs, shrunk(totals, shrink), rounded, stage, 0)
         plgpu.barrier_arrive(refs.tiles_empty.at[stage])
-        return totals, higher, mass
+        return totals, higher, masses
 
     peak = plgpu.layout_cast(jnp.full((HEADS,), -jnp.inf, jnp.float32), ROWS)
-    totals, peak, mass = lax.fori_loop(0, count, weigh_tile, (no_totals(shape), peak, no_mass()))
+    no_masses = plgpu.layout_cast(jnp.zeros((HEADS, APART), jnp.float32), plgpu.Layout.WGMMA)
+    totals, peak, masses = lax.fori_loop(0, count, weigh_tile, (no_totals(shape), peak, no_masses))
+    mass = jnp.sum(masses, axis=1)
+    plgpu.barrier_wait(refs.weights_empty)
+    refs.of_heads[OfHeads.MASS] = mass
     refs.of_heads[OfHeads.LOGARITHM] = (peak + jnp.log2(mass)) * math.log(2.0)
+    plgpu.barrier_arrive(refs.weights_full)
     finish(shape, refs, totals, mass, 0)
-    plgpu.barrier_wait(refs.weights_empty)  # no completion of a barrier may stay unobserved
 
 
 def follow(shape: Shape, refs: Refs, place: Place) -> None:
     """The second half of the values, by the weights that `weigh` leaves in shared memory."""
 
-    def follow_tile(index, carry):
-        totals, _ = carry
-        stage = index % STAGES
+    def follow_tile(index, totals):
+        stage = stage_of(index)
         plgpu.barrier_wait(refs.tiles_full.at[stage])
         plgpu.barrier_wait(refs.weights_full)
         shrink = plgpu.load(refs.of_heads.at[OfHeads.SHRINK], layout=ROWS, optimized=False)
-        mass = plgpu.load(refs.of_heads.at[OfHeads.MASS], layout=ROWS, optimized=False)
         totals = add_values(shape, refs, shrunk(totals, shrink), refs.weights, stage, 1)
         plgpu.barrier_arrive(refs.tiles_empty.at[stage])
         plgpu.barrier_arrive(refs.weights_empty)
-        return totals, mass
+        return totals
 
     count = tiles_to_do(shape, refs, place)
-    totals, mass = lax.fori_loop(0, count, follow_tile, (no_totals(shape), no_mass()))
+    totals = lax.fori_loop(0, count, follow_tile, no_totals(shape))
+    plgpu.barrier_wait(refs.weights_full)
+    mass = plgpu.load(refs.of_heads.at[OfHeads.MASS], layout=ROWS, optimized=False)
     finish(shape, refs, totals, mass, 1)
 
 
@@ -459,10 +470,6 @@ def finish(shape: Shape, refs: Refs, totals: Any, mass: Any, role: int) -> None:
 def no_totals(shape: Shape) -> Any:
     none = plgpu.layout_cast(jnp.zeros((HEADS, HALF // shape.totals), jnp.float32), plgpu.Layout.WGMMA)
     return (none,) * shape.totals
-
-
-def no_mass() -> Any:
-    return plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), ROWS)
 
 
 def shrunk(totals: Any, shrink: Any) -> Any:
