@@ -232,7 +232,9 @@ def report(name: str, wanted: float, fresh: float, found: Steps, cap: int, steps
         unit="us",
         file=FILE,
         name=f"threshold policy, {seats} x {length}, {RECORDS} records, hit rate {wanted}: {name}",
-        shapes=dict(seats=seats, length=length, records=RECORDS, hit=round(found.hit, 4), wanted_hit=wanted)
+        shapes=dict(
+            seats=seats, length=length, pages=calls.USUALLY, records=RECORDS, hit=round(found.hit, 4), wanted_hit=wanted
+        )
         | dict(policy=name, cap=cap, slots=SLOTS, fresh=round(fresh, 4))
         | counts,
         method=f"scores to filled slots, {steps} steps after {WARM}, events around each; counts are means of a seat "

@@ -177,10 +177,11 @@ class Compared(NamedTuple):
 
 
 def compared(model: cost.CostModel, rows: Iterable[harness.Row]) -> Iterator[Compared]:
-    """Every row of the grid, told by its name and its shapes: seats, length, records, misses and cap of a seat, way."""
+    """Every row of the grid, told by its name and its shapes: seats, length, records, misses and cap of a seat, way; of
+    those that say how pages lie, as older ones were taken beside other work."""
     for row in rows:
         way = row.shapes.get("way")
-        if not GRID.fullmatch(row.name) or way not in WAYS:
+        if not GRID.fullmatch(row.name) or way not in WAYS or "pages" not in row.shapes:
             continue
         size = RecordFormat(row.shapes["records"], 512, 64).bytes_per_row
         seats, misses = int(row.shapes["seats"]), int(row.shapes["misses"])

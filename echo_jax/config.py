@@ -37,10 +37,9 @@ class CacheConfig:
     slot_manager: str = "auto"  # the same: who keeps the slot maps
     score_implementation: str = "auto"  # "reference", "mosaic_gpu", or the best there is: the index scores of a step
     top_k_implementation: str = "auto"  # the same for the selection
-    prefetch_implementation: str = (
-        "auto"  # "separate": after the scores; "fused": while they are made, in one kernel, which
-    )
-    # "auto" takes where that kernel is one for this GPU
+    # "separate": after the scores. "fused": while they are made, in one kernel; "auto" takes that where it is one for
+    # this GPU, if there are positions enough to hide a copy behind, and copies nothing ahead there if there are not.
+    prefetch_implementation: str = "auto"
     attend_implementation: str = "reference"  # or "mosaic_gpu", whose products round the query to bf16
     chunk: int = 512  # prompt tokens of one prefill call
     block: int = 64  # of which so many are projected, scored and attended together; results depend on it, not on chunk

@@ -26,6 +26,9 @@ from pallas_kernels import indexer_prefetch, indexer_scores, scores_on_this_gpu,
 Selector = Callable[[jax.Array, jax.Array, int], Selection]
 """(score f32[N, P], visible i32[N], K) -> Selection."""
 
+LEAST_POSITIONS_TO_HIDE_BEHIND = 2**18
+"""Of all seats. A kernel that scores and copies ahead was slower than both in turn at 98,304, faster at 786,432."""
+
 
 class LayerInputs(NamedTuple):
     """What a model's projections give for the new tokens of one layer."""
@@ -132,8 +135,10 @@ def score_and_prefetch(
     predicted = threshold.predict(config.threshold, state.threshold, config.seats)
     operands, wanted = scorer_operands(config, state, view, inputs)
     query, _, keys, *_ = operands
-    if not prefetches_in_scorer(config, query, keys):
+    if (way := prefetch_way(config, query, keys)) != "fused":
         score = lax.optimization_barrier(indexer_scores(*operands, implementation=wanted))
+        if way == "none":
+            return score, recall.no_staging(config, config.seats), bound
         return score, recall.prefetch(config, state, host_pool, layer, view, score, predicted), bound
     assert state.slots is not None
     cap = recall.prefetch_cap(config, view)
@@ -144,16 +149,20 @@ def score_and_prefetch(
     return lax.optimization_barrier(found.scores), Staging(found.rows, found.records, found.refused), bound
 
 
-def prefetches_in_scorer(config: CacheConfig, query: jax.Array, keys: jax.Array) -> bool:
-    """Whether one kernel scores and copies ahead. "auto" takes it where it is a GPU's.
+def prefetch_way(config: CacheConfig, query: jax.Array, keys: jax.Array) -> str:
+    """ "fused": one kernel scores and copies ahead. "separate": rows are copied after the scores. "none": none are.
 
-    On an H200 the attention part of a layer took 342 us with it and 416 us in turn (B 32); elsewhere nothing overlaps.
+    "auto" is fused where that kernel is a GPU's and scores take long enough to hide something behind them. On an H200
+    the attention part of a layer took 342 us with it and 416 us in turn (32 x 98,304 positions). Scores and recall took
+    58 us and 73 in turn at 8 x 98,304, but 22 and 20 at 1 x 98,304: there nothing is copied ahead.
     """
     if not config.offload or config.staging == 0:
-        return False
+        return "none"
     if config.prefetch_implementation != "auto":
-        return config.prefetch_implementation == "fused"
-    return config.score_implementation != "reference" and scores_on_this_gpu(query, keys)
+        return config.prefetch_implementation
+    if config.score_implementation == "reference" or not scores_on_this_gpu(query, keys):
+        return "separate"
+    return "fused" if config.seats * config.capacity >= LEAST_POSITIONS_TO_HIDE_BEHIND else "none"
 
 
 def score_positions(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> jax.Array:

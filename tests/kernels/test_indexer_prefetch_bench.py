@@ -1,5 +1,6 @@
 """What the bench of prefetch takes for granted where there is no GPU: its maps, its lists, its cap and its pictures."""
 
+import dataclasses
 import xml.etree.ElementTree as ElementTree
 
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ def test_rows_in_no_order_are_the_same_rows(given):
 
 
 def row(name, value, notes="", **shapes):
-    common = dict(seats=16, length=131_072, records="fp8") | shapes
+    common = dict(seats=16, length=131_072, pages="in-order", records="fp8") | shapes
     return harness.Row(value, "us", "2026-01-01T00:00:00+00:00", "none", {}, name=name, shapes=common, notes=notes)
 
 
@@ -116,5 +117,7 @@ def test_pictures_are_drawn_from_rows_and_the_others_are_named(tmp_path):
     drawn = (tmp_path / "prefetch-hit-rate.svg").read_text()
     ElementTree.fromstring(drawn)
     assert "16 x 131,072" in drawn and "fp8 records" in drawn and "bf16" not in drawn
+    older = dataclasses.replace(rows[-1], shapes={"hit": 0.9, "way": "fused"})
+    assert older not in prefetch_pictures.newest([*rows, older])
     assert prefetch_pictures._quotient({0.5: 150.0, 0.9: 3.0}, {0.5: 100.0}) == [(0.5, 1.5)]
     assert prefetch_pictures.draw([], tmp_path) == list(prefetch_pictures.PICTURES)

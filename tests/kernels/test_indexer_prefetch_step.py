@@ -55,16 +55,27 @@ def test_auto_is_the_kernel_of_a_gpu_where_there_is_one(monkeypatch):
     """The GPU, the keys and what was asked for decide."""
     config = scenarios.cache(SETTING, offload=True, model=ONE_LAYER).cache
     query, keys = jnp.zeros((2, 1, 64, 128)), jnp.zeros((4, 64 * 132), jnp.uint8)
-    wanted = functools.partial(layer.prefetches_in_scorer, query=query, keys=keys)
-    assert config.prefetch_implementation == "auto" and not wanted(config)  # on a CPU
+    wanted = functools.partial(layer.prefetch_way, query=query, keys=keys)
+    assert config.prefetch_implementation == "auto" and wanted(config) == "separate"  # on a CPU
 
     monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
-    assert wanted(config)
-    assert not layer.prefetches_in_scorer(config, query, jnp.zeros((4, 64, 128), jnp.float32))  # no kernel for these
-    for change in (
-        {"prefetch_implementation": "separate"},
-        {"score_implementation": "reference"},
-        {"staging": 0},
-        {"offload": False},
+    large = dataclasses.replace(config, capacity=layer.LEAST_POSITIONS_TO_HIDE_BEHIND)
+    assert wanted(large) == "fused" and wanted(config) == "none"
+    assert layer.prefetch_way(large, query, jnp.zeros((4, 64, 128), jnp.float32)) == "separate"  # no kernel for these
+    for change, way in (
+        ({"prefetch_implementation": "separate"}, "separate"),
+        ({"score_implementation": "reference"}, "separate"),
+        ({"staging": 0}, "none"),
+        ({"offload": False}, "none"),
     ):
-        assert not wanted(dataclasses.replace(config, **change))
+        assert wanted(dataclasses.replace(large, **change)) == way
+    assert wanted(dataclasses.replace(config, prefetch_implementation="fused")) == "fused"
+
+
+def test_where_nothing_can_be_hidden_nothing_is_copied_ahead(monkeypatch):
+    """And the run is the resident one all the same."""
+    monkeypatch.setattr(layer, "scores_on_this_gpu", lambda query, keys: True)
+    found = run("auto")
+    assert scenarios.differences(found, scenarios.resident("bf16", "f32", 2, "plain", ONE_LAYER)) == []
+    check_counts(found, SETTING)
+    assert sum(int(np.sum(moved.staged)) for moved in found.moved) == 0
