@@ -142,7 +142,7 @@ def run(
                 parts, buffers, kept = one_round(number, parts, buffers, names)
                 return (parts, buffers), kept
 
-            numbers = jnp.arange(last, last + full, dtype=jnp.int32)
+            numbers = np.arange(last, last + full, dtype=np.int32)  # known to the compiler, where it unrolls
             (parts, buffers), kept = lax.scan(body, (parts, buffers), numbers, unroll=unroll)
             filled.append(kept)
         elif not full or not last <= number < last + full:
