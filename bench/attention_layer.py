@@ -7,9 +7,10 @@ light      B 1 x 98,304 in a pool that holds two thirds of the context: D.light_
 timeline   the kernels of one step at B 32, one by one, offloaded and resident
 
 The rooms are the library's own: `echo_layer` with FP8 keys and records, 64 index heads, 128 attention heads, T of 1,
-prefetch in the scorer ("fused") or after it ("separate"). Everything a model would add is left out: projections before,
-the output after, and the write-back, which is one call a step for all layers. Several steps are one program, each
-waiting for the attended values of the one before it; every seat is full but for one position, which each step writes.
+prefetch in the scorer ("fused"), after it ("separate") or not at all ("none"). Everything a model would add is left
+out: projections before, the output after, and the write-back, which is one call a step for all layers. Several steps
+are one program, each waiting for the attended values of the one before it; every seat is full but for one position,
+which each step writes.
 
 How a hit rate is made: the index query of a seat is a sum of a fixed direction, one that turns slowly, and a fresh one,
 each drawn for every head. The weight of the fresh one decides how much of the selected set is new at every step; it is
@@ -47,10 +48,10 @@ INDEX_HEADS, HEADS, K, LATENT, ROPE = 64, 128, 2048, 512, 64
 SCALE = 192**-0.5
 CONTEXT = 98_304
 HIT = 0.97
-WAYS = ("resident", "separate", "fused")
+WAYS = ("resident", "none", "separate", "fused")
 STAGING = 128  # of a seat
-# Rows that cross the link while scores are made: 115 us for 32 x 98,304 positions, 30 rows of a large pool a us.
-PREFETCH_PER_POSITION = threshold.rows_per_position(115, 30, 32 * 98_304)
+# Rows that cross the link while scores are made: 115 us for 32 x 98,304 positions, 36 rows a us beside them.
+PREFETCH_PER_POSITION = threshold.rows_per_position(115, 36, 32 * 98_304)
 TURN = 0.01  # radians a step, of a part of half the fixed one's weight
 DISTINCT = 4096  # records
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
@@ -78,7 +79,7 @@ class Size:
             host_rows=self.seats * self.context,
             device_slots=self.slots,
             top_k=K,
-            staging=STAGING,
+            staging=0 if way == "none" else STAGING,
             prefetch_per_position=PREFETCH_PER_POSITION,
             offload=way != "resident",
             prefetch_implementation="fused" if way == "fused" else "separate",
@@ -339,7 +340,7 @@ def layer(bench: Bench, size: Size = LAYER) -> float:
     turns = -(-96 // size.steps)
     fresh = calibrate(layers["separate"], HIT, turns)
     times, share = measure(layers, fresh, turns)
-    best = min(("separate", "fused"), key=lambda way: times[way].median)
+    best = min(WAYS[1:], key=lambda way: times[way].median)
     for way in WAYS:
         claim = {"resident": "E.layer_resident_us", best: "E.layer_us"}.get(way)
         notes = f"prefetch {way}; {describe(share[way])}" if way != "resident" else "everything on the device"
@@ -373,7 +374,7 @@ def light(bench: Bench, size: Size = LIGHT, fresh: float | None = None) -> None:
             f"B {size.seats} {way:>9}: {times[way].median:7.1f} us [{times[way].p10:.1f} {times[way].p90:.1f}]  {notes}"
         )
         record(size, None, f"attention part of a layer, B {size.seats}, {way}", times[way], "us", notes)
-    best = min(("separate", "fused"), key=lambda way: times[way].median)
+    best = min(WAYS[1:], key=lambda way: times[way].median)
     ratio = times[best].median / times["resident"].median
     notes = f"prefetch {best}: {times[best].median:.1f} us over {times['resident'].median:.1f}; {describe(share[best])}"
     print(f"B {size.seats}: offloaded over resident {ratio:.3f} ({notes})", flush=True)
