@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.gpu_timing import kernel_times
+from bench.gpu_timing import KernelTimes, kernel_times
 from bench.harness import Measurement, record, summarise
 from echo_jax import _ffi, eviction, pool, recall, threshold
 from echo_jax.config import CacheConfig
@@ -55,7 +55,7 @@ CHECKED = (
         1,
         staged=64,
         different=65_000,
-        fresh=0.005,
+        fresh=0.0005,
         warm=1.0,
         steps=3,
         releases=0.0,
@@ -247,41 +247,42 @@ def config_of(load: Load, slot_manager: str) -> CacheConfig:
 
 
 class Layers:
-    """Maps of some layers, stepped together in place so many times a call, each with lists of its own."""
+    """Maps of some layers, stepped together in place so many times a call, each with lists of its own.
 
-    def __init__(self, load: Load, step: Callable[..., Any], count: int, steps: int = 1):
+    All lists of `calls` calls are drawn before the first: a call finds every buffer where the one before it did, or XLA
+    would record its graphs again.
+    """
+
+    def __init__(self, load: Load, step: Callable[..., Any], count: int, calls: int, steps: int = 1):
         self.load, self.step_of_layer, self.steps = load, step, steps
-        self.maps = [jax.device_put(full_maps(load.host_rows, load.slots, layer)) for layer in range(count)]
-        self.number = 0
+        maps = [jax.device_put(full_maps(load.host_rows, load.slots, layer)) for layer in range(count)]
+        keys = jax.random.split(jax.random.key(0), count)
+        drawn = [draw_lists(one, key, load, calls * steps) for one, key in zip(maps, keys, strict=True)]
+        self.lists = jax.block_until_ready(drawn)
+        self.state = maps, jax.device_put(jnp.int32(0))
         self.call = jax.jit(self._call, donate_argnums=0)
 
-    def _step(self, maps, lists, number):
-        updated, counts, tie = [], None, jnp.int32(0)
+    def _step(self, state, lists):
+        (maps, number), updated, counts, tie = state, [], None, jnp.int32(0)
         for one, (new, selected) in zip(maps, lists, strict=True):
             # A layer's list comes from the layer before it; nothing is evicted a negative number of times.
-            one, allocation = self.step_of_layer(one, new, selected + tie, number)
+            one, allocation = self.step_of_layer(one, new[number], selected[number] + tie, number + 1)
             tie = jnp.minimum(allocation.evicted, 0)
             counts = allocation._replace(slots=None, fills=allocation.fills.count)
             updated.append(one)
-        return updated, counts
+        return (updated, number + 1), counts
 
-    def _call(self, maps, lists, number):
+    def _call(self, state, lists):
         """A loop in the program: handing the buffers over at each step would be what is timed."""
 
-        def turn(index, carry):
-            return self._step(carry[0], jax.tree.map(lambda array: array[index], lists), number + index)
+        def turn(_, carry):
+            return self._step(carry[0], lists)
 
-        return jax.lax.fori_loop(1, self.steps, turn, turn(0, (maps, None)))
+        return jax.lax.fori_loop(1, self.steps, turn, turn(0, (state, None)))
 
-    def draw(self):
-        """Lists of a call's steps. What is evicted on the way was used too long ago to be listed."""
-        keys = jax.random.split(jax.random.key(self.number), len(self.maps))
-        drawn = [draw_lists(maps, key, self.load, self.steps) for maps, key in zip(self.maps, keys, strict=True)]
-        return jax.block_until_ready(drawn)
-
-    def run(self, lists):
-        self.number += self.steps
-        self.maps, counts = self.call(self.maps, lists, jnp.int32(self.number))
+    def run(self):
+        """One call; the counts of its last step and layer."""
+        self.state, counts = self.call(self.state, self.lists)
         return counts
 
 
@@ -318,33 +319,41 @@ def step_of_plan(load: Load, slot_manager: str):
     return step
 
 
-def kernel_time_of(load: Load, blocks: int, calls: int = 10) -> tuple[Measurement, Any]:
-    """us of one AllocateKernel, CUPTI, over LAYERS layers and some calls; the last counts."""
-    layers, durations = Layers(load, step_of_kernel(load, blocks), LAYERS), []
-    layers.run(layers.draw())
+def time_of(times: KernelTimes, name: str, launch: int = 0) -> float:
+    """us of the `launch`-th kernel whose name holds `name`."""
+    return [time.median for kernel, time in times.kernels if name in kernel][launch]
+
+
+def kernel_time_of(load: Load, blocks: int, calls: int = 10) -> tuple[Measurement, Measurement, Any]:
+    """us of one call's look and of both its kernels, CUPTI, over LAYERS layers and some calls; the last counts."""
+    layers, looks, both = Layers(load, step_of_kernel(load, blocks), LAYERS, calls + 2), [], []
+    layers.run()
     for _ in range(calls):
-        times = kernel_times(layers.run, layers.draw(), repeats=1, sweep=True, warmup=0)
-        durations += [time.median for name, time in times.kernels if "AllocateKernel" in name]
-    counts = layers.run(layers.draw())
-    return summarise(durations), jax.device_get(counts)
+        times = kernel_times(layers.run, repeats=1, sweep=True, warmup=0)
+        for layer in range(LAYERS):
+            looks.append(time_of(times, "LookKernel", layer))
+            both.append(looks[-1] + time_of(times, "AllocateKernel", layer))
+    return summarise(looks), summarise(both), jax.device_get(layers.run())
 
 
-def layer_time(load: Load, step, few: int, many: int, calls: int = 30) -> Measurement:
+def layer_time(load: Load, step, few: int, many: int, calls: int = 30) -> tuple[Measurement, float]:
     """us of a layer among layers that wait for each other, launches and gaps included: a program of `many` of them less
-    one of `few`, over the layers between, STEPS times in a call. The spread is the longer program's."""
-    medians = []
+    one of `few`, over the layers between, STEPS times in a call. The spread is the longer program's. And how much of a
+    layer of that is kernels, by CUPTI."""
+    medians, in_kernels = [], 0.0
     for count in (few, many):
-        layers, durations = Layers(load, step, count, STEPS), []
+        layers, durations = Layers(load, step, count, calls + 3, STEPS), []
         for index in range(calls + 2):
-            lists = layers.draw()
             started = time.perf_counter()
-            jax.block_until_ready(layers.run(lists))
+            jax.block_until_ready(layers.run())
             if index >= 2:
                 durations.append((time.perf_counter() - started) * 1e6 / STEPS)
         medians.append(summarise(durations))
+        in_kernels = kernel_times(layers.run, repeats=1, sweep=False, warmup=0).total.median / STEPS / count
     short, long = medians
     spread = (long.p10 - short.median, long.p90 - short.median)
-    return Measurement(long.median - short.median, *spread, long.repeats).scaled(1 / (many - few))
+    whole = Measurement(long.median - short.median, *spread, long.repeats)
+    return whole.scaled(1 / (many - few)), in_kernels
 
 
 def shapes_of(load: Load) -> dict[str, int]:
@@ -353,24 +362,24 @@ def shapes_of(load: Load) -> dict[str, int]:
 
 
 def bench() -> None:
-    print(f"{'kernel alone':<28}{'blocks':>7}{'us':>24}   hits, to fill, evicted")
+    print(f"{'kernels alone':<28}{'blocks':>7}{'us, both':>24}{'look':>8}   hits, to fill, evicted")
     claims = {("300K slots, 40 missing", 16): "B.alloc_free_us"}
     for load in LOADS:
         for blocks in CLUSTERS if load.missing <= 40 else CLUSTERS[-1:]:
-            took, counts = kernel_time_of(load, blocks)
+            look, took, counts = kernel_time_of(load, blocks)
             column = f"{took.median:10.2f} [{took.p10:.1f}, {took.p90:.1f}]"
-            print(
-                f"{load.name:<28}{blocks:>7}{column:>24}   {counts.hits}, {counts.fills}, {counts.evicted}", flush=True
-            )
+            last = f"{counts.hits}, {counts.fills}, {counts.evicted}"
+            print(f"{load.name:<28}{blocks:>7}{column:>24}{look.median:8.2f}   {last}", flush=True)
             record(
                 claims.get((load.name, blocks)),
                 value=took,
                 unit="us",
                 file=FILE,
-                name=f"slot manager: {load.name}, one launch, a cluster of {blocks}",
+                name=f"slot manager: {load.name}, look and a cluster of {blocks}",
                 shapes=shapes_of(load),
-                method="CUPTI time of the kernel; layers with maps of their own, L2 overwritten before the first",
-                notes=f"{counts.hits} hits, {counts.evicted} evicted by the last list",
+                method="CUPTI time of both kernels, not of the gap between them; layers with maps of their own, L2 "
+                "overwritten before the first",
+                notes=f"{counts.hits} hits, {counts.evicted} evicted by the last list; the look {look.median:.2f} us",
             )
     bench_bookkeeping(LOADS[1])
     bench_release()
@@ -378,10 +387,9 @@ def bench() -> None:
 
 def bench_bookkeeping(load: Load) -> None:
     for name, claim, (few, many) in (("ffi", "B.bookkeeping_us", (4, 16)), ("jnp", "B.jnp_manager_us", (1, 3))):
-        whole = layer_time(load, step_of_plan(load, name), few, many)
-        print(
-            f"recall.plan by {name:<28}{whole.median:10.2f} [{whole.p10:.1f}, {whole.p90:.1f}] us a layer", flush=True
-        )
+        whole, in_kernels = layer_time(load, step_of_plan(load, name), few, many)
+        column = f"{whole.median:10.2f} [{whole.p10:.1f}, {whole.p90:.1f}]"
+        print(f"recall.plan by {name:<28}{column} us a layer, {in_kernels:.2f} of it in kernels", flush=True)
         record(
             claim,
             value=whole,
@@ -390,7 +398,7 @@ def bench_bookkeeping(load: Load) -> None:
             shapes=shapes_of(load),
             method=f"recall.plan of {many} layers that wait for each other less that of {few}, over the layers "
             f"between, {STEPS} steps in one call, wall clock",
-            notes="rows of positions, before_touch, the policy (LRU), allocate",
+            notes=f"rows of positions, before_touch, the policy (LRU), allocate; {in_kernels:.2f} us in kernels",
         )
 
 

@@ -8,11 +8,9 @@
 #include <cstdint>
 
 // In the order in which a thread meets them.
-#define ECHO_PHASES(use)                                                                                                 \
-  use(Begin) use(Cleared) use(RowsRead) use(AllStarted) use(SamplesShared) use(SlotsRead) use(Marked) use(Looked)        \
-      use(Written) use(AllLooked) use(Touched) use(KeysRead) use(FirstsRead) use(Ranked) use(RangeFound) use(KthFound)   \
-          use(BoundFound) use(Collected) use(AllCollected) use(Gathered) use(Chosen) use(AllChosen) use(Selected)        \
-              use(Finished) use(End)
+#define ECHO_PHASES(use)                                                                                                \
+  use(Begin) use(Cleared) use(Looked) use(AllLooked) use(Found) use(KeysRead) use(Ranked) use(AllStarted) use(Shared)    \
+      use(AllRanked) use(Collected) use(AllCollected) use(Chosen) use(AllChosen) use(Selected) use(Finished) use(End)
 
 namespace echo_phases {
 

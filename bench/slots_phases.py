@@ -29,7 +29,7 @@ from echo_jax import pool
 FILE = "slots_phases.jsonl"
 FFI = on_the_spot.BENCH.parent / "ffi"
 BLOCKS, WARPS = 16, 32
-CALLS = 12
+CALLS = 8
 
 LOADS = (
     "B 1, nothing at all",
@@ -73,7 +73,7 @@ def allocate(maps, rows, priority, staged, *, per_seat: int, new_per_seat: int):
     """As pool.allocate by the library, of the instrumented kernels."""
     numbers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     given = pool.leaves(maps)
-    lists, scratch = (numbers(rows.shape),) * 5, numbers((9 * rows.shape[0],))
+    lists, scratch = (numbers(rows.shape),) * 5, numbers((10 * rows.shape[0] + 4,))
     results = (*map(jax.typeof, given), *lists, *(numbers(()),) * 6, scratch)
     call = jax.ffi.ffi_call("bench_phases_allocate", results, input_output_aliases={i: i for i in range(4)})
     sizes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat), "blocks": np.int64(BLOCKS)}
@@ -91,23 +91,26 @@ def step(maps, new, selected, number, per_seat: int):
 @dataclasses.dataclass(frozen=True)
 class Stamped:
     """Microseconds f64[BLOCKS, WARPS, phases] since the first warp began, NaN where a warp did not come by; and what
-    CUPTI has for the whole launch."""
+    CUPTI has for the look and for this kernel."""
 
     times: np.ndarray
+    look_us: float
     kernel_us: float
 
 
 def in_microseconds(stamps: np.ndarray, cycles: float) -> np.ndarray:
-    """The clocks of SMs differ: those of a cluster are put together at its first barrier, which all leave at once."""
-    names = phase_names()
-    met = stamps[:, :, names.index("AllStarted")]
+    """The clocks of SMs differ: those of a cluster are put together at its first barrier, which all leave at once, and
+    where nobody waits for one, as if all had begun at once."""
+    met = stamps[:, :, phase_names().index("AllStarted")]
+    if not met.any():
+        met = stamps[:, :, 0]
     since = (stamps - met.min(axis=1)[:, None, None]).astype(np.int32) / cycles
     times = np.where(stamps == 0, np.nan, since)
     return times - np.nanmin(times)
 
 
-def stamped(load: slots.Load, cycles: float) -> tuple[list[Stamped], list[int]]:
-    """CALLS launches, the L2 overwritten before each; and the counts of the last."""
+def stamped(load: slots.Load, cycles: float, sweep: bool) -> tuple[list[Stamped], list[int]]:
+    """CALLS launches, the L2 overwritten before each with `sweep`; and the counts of the last."""
     maps = jax.device_put(slots.full_maps(load.host_rows, load.slots, 0))
     made, counts = [], None
     for number in range(1, CALLS + 3):
@@ -119,29 +122,37 @@ def stamped(load: slots.Load, cycles: float) -> tuple[list[Stamped], list[int]]:
             maps, counts = step(maps, *arguments, per_seat=slots.TOP_K + 1)
             return counts
 
-        times = kernel_times(call, *arguments, repeats=1, sweep=True, warmup=0)
-        took = [time.median for name, time in times.kernels if "AllocateKernel" in name]
+        times = kernel_times(call, *arguments, repeats=1, sweep=sweep, warmup=0)
+        look, kernel = (slots.time_of(times, name) for name in ("LookKernel", "AllocateKernel"))
         if number > 2:
-            made.append(Stamped(in_microseconds(read_stamps(), cycles), took[0]))
+            made.append(Stamped(in_microseconds(read_stamps(), cycles), look, kernel))
     return made, [int(count) for count in jax.device_get(counts)]
 
 
+def at_phase(made: list[Stamped], index: int) -> np.ndarray:
+    """f64[CALLS, BLOCKS, WARPS], or an empty array where no warp came by."""
+    at = np.stack([one.times[:, :, index] for one in made])
+    return at[:0] if np.isnan(at).all() else at
+
+
 def report(load: slots.Load, cycles: float) -> None:
-    made, counts = stamped(load, cycles)
-    kernel = summarise([one.kernel_us for one in made])
-    print(f"{load.name}: {kernel.median:.2f} us by CUPTI (to fill, hits, ... {counts})")
-    print(f"  {'until the last warp of a block is at':<38}{'min':>7}{'median':>8}{'max':>7}   {'first':>6}{'last':>7}")
-    before = None
+    (made, counts), (warm, _) = (stamped(load, cycles, sweep) for sweep in (True, False))
+    for what, of_calls in (("L2 swept", made), ("warm", warm)):
+        look, kernel = (summarise([getattr(one, name) for one in of_calls]) for name in ("look_us", "kernel_us"))
+        print(f"{load.name}, {what}: look {look.median:.2f}, then {kernel.median:.2f} us by CUPTI")
+    print(f"  counts {counts}")
+    print(f"  {'until the last warp of a block is at':<38}{'min':>7}{'median':>8}{'max':>7}   {'last':>6}{'warm':>8}")
+    before, warm_before = np.zeros((CALLS, BLOCKS)), np.zeros((CALLS, BLOCKS))
     for index, name in enumerate(phase_names()):
-        at = np.stack([one.times[:, :, index] for one in made])  # [calls, blocks, warps]
-        if np.isnan(at).all():
+        at, warm_at = at_phase(made, index), at_phase(warm, index)
+        if not at.size or not warm_at.size:
             continue
-        last = np.nanmax(at, axis=2)  # [calls, blocks]
-        took = last if before is None else last - before
-        before = last
+        last, warm_last = np.nanmax(at, axis=2), np.nanmax(warm_at, axis=2)  # [calls, blocks]
+        took, warm_took = last - before, warm_last - warm_before
+        before, warm_before = last, warm_last
         low, middle, high = (statistics.median(of(took, axis=1)) for of in (np.min, np.median, np.max))
-        first, end = statistics.median(np.nanmin(at, axis=(1, 2))), statistics.median(last.max(axis=1))
-        print(f"  {name:<38}{low:7.2f}{middle:8.2f}{high:7.2f}   {first:6.2f}{end:7.2f}")
+        end, warm_middle = statistics.median(last.max(axis=1)), statistics.median(np.median(warm_took, axis=1))
+        print(f"  {name:<38}{low:7.2f}{middle:8.2f}{high:7.2f}   {end:6.2f}{warm_middle:8.2f}")
         record(
             name=f"slot manager: {load.name}, until {name}",
             value=summarise([float(np.median(of_call)) for of_call in took]),
@@ -150,14 +161,16 @@ def report(load: slots.Load, cycles: float) -> None:
             shapes={"B": load.seats, "N_H": load.host_rows, "N_G": load.slots, "missing": load.missing},
             method=f"clocks in the kernel, from the last warp of a block at the point before to its last warp here; "
             f"median over {BLOCKS} blocks, then over {CALLS} calls; L2 overwritten before each",
+            notes=f"{warm_middle:.2f} us without that",
         )
-    inside = statistics.median(float(np.nanmax(one.times)) for one in made)
-    print(f"  {'outside of what is stamped':<38}{'':7}{kernel.median - inside:8.2f}", flush=True)
+    for what, of_calls in (("L2 swept", made), ("warm", warm)):
+        outside = [one.kernel_us - float(np.nanmax(one.times)) for one in of_calls]
+        print(f"  {'outside of what is stamped, ' + what:<38}{'':7}{statistics.median(outside):8.2f}", flush=True)
 
 
 def phases() -> None:
     cycles = library().BenchCyclesOfMicrosecond()
-    print(f"{cycles:.0f} cycles a microsecond; medians over {CALLS} calls of what is below, us")
+    print(f"{cycles:.0f} cycles a microsecond; below are us, medians over {CALLS} calls")
     by_name = {load.name: load for load in slots.LOADS}
     for name in LOADS:
         report(by_name[name], cycles)

@@ -34,6 +34,11 @@ __device__ inline void ClusterArrive() {
   __syncwarp();
   __cluster_barrier_arrive();
 }
+// The same where nothing that was written has to be seen by others: no write is waited for.
+__device__ inline void ClusterArriveRelaxed() {
+  __syncwarp();
+  __cluster_barrier_arrive_relaxed();
+}
 __device__ inline void ClusterWait() {
   __syncwarp();
   __cluster_barrier_wait();
@@ -68,6 +73,14 @@ __device__ inline int Lane() { return threadIdx.x & 31; }
 __device__ inline int Warp() { return threadIdx.x >> 5; }
 
 __device__ inline int Bits(uint64_t value) { return 64 - __clzll(static_cast<long long>(value)); }
+
+// The lowest of the lanes' keys.
+__device__ inline uint64_t LowestOfWarp(uint64_t key) {
+  const auto high = static_cast<unsigned>(key >> 32);
+  const unsigned lowest = __reduce_min_sync(kAllLanes, high);
+  const unsigned low = __reduce_min_sync(kAllLanes, high == lowest ? static_cast<unsigned>(key) : ~0u);
+  return static_cast<uint64_t>(lowest) << 32 | low;
+}
 
 // The sum of the lanes up to and with this one.
 __device__ inline int WarpInclusiveSum(int value) {

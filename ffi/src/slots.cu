@@ -1,4 +1,5 @@
-// echo_allocate, echo_require and echo_release on a GPU: one launch each, of the kernels in slots_kernel.cuh.
+// echo_allocate, echo_require and echo_release on a GPU: one kernel each, of those in slots_kernel.cuh, and for long lists a
+// look before it.
 //
 // Rows and staged rows outside the maps are skipped as padding is. Where the list has more rows than the pool has slots,
 // the last of them get none: NO_SLOT in every list.
@@ -15,6 +16,12 @@
 
 namespace echo_ffi {
 namespace {
+
+constexpr int kLookThreads = 128;
+
+__global__ void __launch_bounds__(kLookThreads) LookKernel(const __grid_constant__ AllocateTask task) {
+  Look(task, static_cast<int>(blockIdx.x * kLookThreads + threadIdx.x), static_cast<int>(gridDim.x * kLookThreads));
+}
 
 template <int kBlocks>
 __global__ void __launch_bounds__(kThreads, 1) AllocateKernel(const __grid_constant__ AllocateTask task) {
@@ -86,6 +93,9 @@ ffi::Error Launch(const char* target, Kernel kernel, Task& task, AllocateTask& a
   }
   const int64_t shared_bytes = SharedBytes<kBlocks>(allocate);
   if (Allow(kernel, kBlocks, shared_bytes) == cudaSuccess) {
+    constexpr int kMostLookBlocks = 2048;  // more entries than a thread each has: several for a thread
+    const int looks = std::clamp((allocate.length + kLookThreads - 1) / kLookThreads, 1, kMostLookBlocks);
+    if (allocate.is_look_apart) LookKernel<<<static_cast<unsigned>(looks), kLookThreads, 0, stream>>>(allocate);
     OneCluster shape(kBlocks, shared_bytes, stream);
     cudaLaunchKernelEx(&shape.config, kernel, task);
   }

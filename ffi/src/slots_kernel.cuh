@@ -1,18 +1,20 @@
-// echo_allocate and echo_require as one kernel of one cluster each, echo_release as one kernel.
+// echo_allocate and echo_require as one kernel of one cluster each, of long lists with a kernel before it, and echo_release.
 //
 // What allocate means stands in pool.allocate of echo_jax/pool.py. How it goes:
 //
-//   Look     a mention a thread: its row is looked up. A resident row's slot is marked in the shared memory of the block that
-//            owns it; the first mark counts the hit. A missing row's first mention leaves its marker in slot_of.
-//   -------- barrier of the cluster: who found what; while it is waited for, hits write their priorities
+//   Look     slots_look.cuh: which rows have a slot, and what follows for those. Of a long list a kernel of its own on all SMs.
+//   -------- its end, or a barrier
+//   Read     every block goes through what was found, marks the slots of its own that were named, and counts: which slots
+//            were hit, which of them more than once, how many rows are missing. All blocks come to the same answer without
+//            asking each other, and where nothing is missing they are done.
 //   Touch    slots that were named more than once get the highest of their priorities.
 //   Settle   slots_settle.cuh, where rows are missing; where none is, new rows that have a slot are listed, or nothing is.
 //   Move     echo_require alone: the records, by the kernel of rows (rows_kernel.cuh).
 //
 // Nothing survives a call: scratch and shared memory are written before they are read. What limits the common case is
-// latency: a chain of accesses to memory and of barriers, each of which needs the one before it. Hence one cluster, whose
-// blocks meet within half a microsecond and mark each other's slots without asking the L2, and no grid, whose blocks would
-// find more rows at a time and meet through memory.
+// latency: a chain of accesses to memory and of barriers, each of which needs the one before it. Scattered accesses are the
+// look's, because an SM does about one in three cycles; what blocks have to tell each other is one cluster's, whose blocks
+// meet within half a microsecond.
 #ifndef ECHO_FFI_SLOTS_KERNEL_CUH_
 #define ECHO_FFI_SLOTS_KERNEL_CUH_
 
@@ -21,6 +23,7 @@
 #include "rows_jobs.cuh"
 #include "rows_kernel.cuh"
 #include "slots_guess.cuh"
+#include "slots_look.cuh"
 #include "slots_select.cuh"
 #include "slots_settle.cuh"
 
@@ -32,171 +35,148 @@ namespace echo_ffi {
 template <int kBlocks>
 __device__ void ClearMarks(Block<kBlocks>& block) {
   const int slots = block.own_slots();
+#pragma unroll 1
   for (int word = threadIdx.x; word < block.words(); word += kThreads) {
     const int left = slots - word * 32;
     block.is_protected[word] = left >= 32 ? 0 : left <= 0 ? ~0u : ~0u << left;
   }
 }
 
-// Protects a slot; whether it was.
+// What the block's part of the list was found to be is on its way, as the keys are.
 template <int kBlocks>
-__device__ bool Protect(Block<kBlocks>& block, int32_t slot) {
-  const uint32_t owner = static_cast<uint32_t>(slot) / static_cast<uint32_t>(block.task.adjacent);
-  const uint32_t at = static_cast<uint32_t>(slot) - owner * static_cast<uint32_t>(block.task.adjacent);
-  const uint32_t bit = 1u << at % 32;
-  return (atomicOr(Remote(&block.is_protected[at / 32], owner), bit) & bit) != 0;
+__device__ void LoadSeen(Block<kBlocks>& block) {
+  const int32_t* found = block.task.found() + block.begin;
+  const int count = block.end - block.begin;
+#pragma unroll 1
+  for (int at = threadIdx.x * 4; at < count; at += kThreads * 4) {
+    if (block.task.is_list_shared) {
+      CopyAsync16(block.seen + at, found + at, min(count - at, 4) * 4);
+    } else {
+      for (int i = at; i < min(count, at + 4); ++i) block.seen[i] = __ldcg(found + i);
+    }
+  }
 }
 
+// use(mention, what was found) for the whole list, four neighbours a thread and four such loads under way.
+template <typename Use>
+__device__ void ForEachFound(const AllocateTask& task, Use use) {
+  constexpr int kLoads = 4;
+  const auto* found = reinterpret_cast<const int4*>(task.found());
+#pragma unroll 1
+  for (int round = threadIdx.x * 4; round < task.length; round += kThreads * 4 * kLoads) {
+    int4 four[kLoads];
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
+      const int m = round + load * kThreads * 4;
+      four[load] = m < task.length ? __ldcg(found + m / 4) : int4{kNoSlot, kNoSlot, kNoSlot, kNoSlot};
+    }
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
+      const int m = round + load * kThreads * 4;
+      use(m, four[load].x);
+      use(m + 1, four[load].y);
+      use(m + 2, four[load].z);
+      use(m + 3, four[load].w);
+    }
+  }
+}
+
+// Marks the block's slots that are named and counts, into shared.counted. Keys are on their way. Leaves a barrier behind.
 template <int kBlocks>
-__device__ void Look(Block<kBlocks>& block) {
+__device__ void ReadFound(Block<kBlocks>& block) {
   const AllocateTask& task = block.task;
-  auto& shared = block.shared;
-  int hits = 0, missing = 0, fresh = 0;
-  bool is_any_repeated = false, has_met = false;
-  // A warp without entries goes through it once: it has slots to load, and to meet the others.
-  int round = block.run_begin;
-  do {
-    int32_t row[kTogether], found[kTogether], given[kTogether];
-    unsigned positions = 0;
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int m = round + 32 * i + Lane();
-      given[i] = m < block.run_end ? task.touched[m] : 0;
-      bool is_position = false;
-      row[i] = m < block.run_end ? *block.SaidAt(m, &is_position) : kNoRow;
-      positions |= is_position ? 1u << i : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      if (positions >> i & 1) row[i] = block.RowOf(round + 32 * i + Lane(), row[i]);
-    }
-    SampleShare<kBlocks> samples;
-    if (!has_met) samples.Load(block);
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) found[i] = block.IsRow(row[i]) ? __ldcg(task.slot_of + row[i]) : kNoSlot;
-    ECHO_PHASE(RowsRead);
-    if (!has_met) {
-      LoadKeys(block);
-      ClusterWait();  // all have started: their marks are clear
-      ECHO_PHASE(AllStarted);
-      samples.Share(block);
-      ECHO_PHASE(SamplesShared);
-      has_met = true;
-    }
-    bool was_marked[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) was_marked[i] = block.IsSlot(found[i]) && Protect(block, found[i]);
-    ECHO_PHASE(SlotsRead);
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int m = round + 32 * i + Lane();
-      const bool is_row = block.IsRow(row[i]), is_resident = block.IsSlot(found[i]), is_missing = is_row && !is_resident;
-      if (is_missing || (is_row && block.IsNew(m))) block.row()[m] = row[i];
-      if (is_missing) Mark(block, m, row[i], given[i]);
-      hits += __popc(__ballot_sync(kAllLanes, is_resident && !was_marked[i]));
-      missing += __popc(__ballot_sync(kAllLanes, is_missing));
-      fresh += __popc(__ballot_sync(kAllLanes, is_row && block.IsNew(m)));
-      is_any_repeated |= was_marked[i];
-      if (m < block.run_end) block.seen[m - block.begin] = is_resident ? found[i] : is_missing ? kMissing : kNoSlot;
-    }
-    round += 32 * kTogether;
-  } while (round < block.run_end);
-  is_any_repeated = __ballot_sync(kAllLanes, is_any_repeated) != 0;
-  ECHO_PHASE(Marked);
+  Counted& counted = block.shared.counted;
+  const auto first_slot = static_cast<uint32_t>(block.first_slot()), own_slots = static_cast<uint32_t>(block.own_slots());
+  const int new_rows = task.length / task.per_seat * task.new_per_seat;
+  const auto mention_of_new = [&](int i) { return i / task.new_per_seat * task.per_seat + i % task.new_per_seat; };
+  int i_of_new = threadIdx.x, of_new = i_of_new < new_rows ? __ldcg(task.found() + mention_of_new(i_of_new)) : kNoSlot;
+  __syncthreads();  // marks are clear, counts zero
+  int missing = 0, mentions = 0, marked = 0;
+  ForEachFound(task, [&](int, int32_t found) {
+    missing += found == kMissing;
+    const uint32_t at = static_cast<uint32_t>(found) - first_slot;
+    if (found < 0 || at >= own_slots) return;
+    const uint32_t bit = 1u << at % 32;
+    ++mentions;
+    marked += (atomicOr(&block.is_protected[at / 32], bit) & bit) == 0;
+  });
+  int fresh = 0, fresh_before = 0;
+#pragma unroll 1
+  while (i_of_new < new_rows) {
+    const int m = mention_of_new(i_of_new);
+    fresh_before += of_new != kNoSlot && m < block.begin;
+    fresh += of_new != kNoSlot && m >= block.begin && m < block.end;
+    i_of_new += kThreads;
+    if (i_of_new < new_rows) of_new = __ldcg(task.found() + mention_of_new(i_of_new));
+  }
+  missing = __reduce_add_sync(kAllLanes, missing);
+  mentions = __reduce_add_sync(kAllLanes, mentions);
+  marked = __reduce_add_sync(kAllLanes, marked);
   if (Lane() == 0) {
-    shared.warp_first[Warp()] = 0;  // unless rows are missing: then Rank counts both
-    shared.warp_fill[Warp()] = fresh;
-    if (hits > 0) atomicAdd(&shared.found.hits, hits);
-    if (missing > 0) atomicAdd(&shared.found.missing, missing);
-    if (fresh > 0) atomicAdd(&shared.found.fresh, fresh);
-    if (is_any_repeated) shared.found.repeated = 1;
+    if (missing > 0) atomicAdd(&counted.missing, missing);
+    if (mentions > 0) atomicAdd(&counted.mentions, mentions);
+    if (marked > 0) atomicAdd(&counted.marked, marked);
   }
+  if (fresh > 0) atomicAdd(&counted.fresh, fresh);
+  if (fresh_before > 0) atomicAdd(&counted.fresh_before, fresh_before);
   __syncthreads();
-  if (threadIdx.x < kBlocks) *Remote(&shared.found_of_blocks[block.rank], threadIdx.x) = shared.found;
-  ECHO_PHASE(Looked);
 }
 
-// What the look found goes to memory. No part of it is wanted by another block before the next barrier but one, so that the
-// next one need not wait until it is there. Of a slot that is named more than once, any of its priorities.
+// Every slot that is named has one of its priorities; every mention of the block's slots may raise it.
 template <int kBlocks>
-__device__ void WriteFound(Block<kBlocks>& block) {
+__device__ void TouchRepeated(const Block<kBlocks>& block) {
   const AllocateTask& task = block.task;
-  for (int round = block.run_begin; round < block.run_end; round += 32 * kTogether) {
-    int32_t seen[kTogether], given[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int m = round + 32 * i + Lane();
-      seen[i] = m < block.run_end ? block.seen[m - block.begin] : kNoSlot;
-      given[i] = m < block.run_end ? task.touched[m] : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int m = round + 32 * i + Lane();
-      if (m >= block.run_end) continue;
-      if (seen[i] > kNoSlot) task.priority[seen[i]] = Clamped(given[i]);
-      block.GiveSlot(m, seen[i]);
-      if (!task.are_fills_a_result) continue;
-      task.fill_rows[m] = task.fill_slots[m] = task.fill_mention[m] = task.fill_source[m] = -1;
-    }
+  const auto first_slot = static_cast<uint32_t>(block.first_slot()), own_slots = static_cast<uint32_t>(block.own_slots());
+#pragma unroll 1
+  for (int m = threadIdx.x; m < task.length; m += kThreads) {
+    const int32_t found = __ldcg(task.found() + m);
+    if (found < 0 || static_cast<uint32_t>(found) - first_slot >= own_slots) continue;
+    atomicMax(task.priority + found, Clamped(task.touched[m]));
   }
 }
 
-// Every slot that is named has one of its priorities; every mention may raise it.
-template <int kBlocks>
-__device__ void TouchRepeated(Block<kBlocks>& block) {
-  const AllocateTask& task = block.task;
-  for (int m = block.run_begin + Lane(); m < block.run_end; m += 32) {
-    const int32_t seen = block.seen[m - block.begin];
-    if (seen > kNoSlot) atomicMax(task.priority + seen, Clamped(task.touched[m]));
-  }
-}
-
-// Whether the block may have entries to fill: then shared.fill_of_blocks counts those of all blocks.
+// Whether the block may have entries to fill: then shared.fill_before and shared.fills say which.
 template <int kBlocks>
 __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
   const AllocateTask& task = block.task;
   auto& shared = block.shared;
   ECHO_PHASE(Begin);
-  if (threadIdx.x == 0) shared.found = Found{};
+  LoadKeys(block);
   ClearMarks(block);
-  ClusterArrive();
+  if (threadIdx.x == 0) shared.counted = Counted{};
+  const Samples<kBlocks> samples(block);
   ECHO_PHASE(Cleared);
-  Look(block);
-  ClusterArrive();
-  WriteFound(block);
-  ECHO_PHASE(Written);
-  ClusterWait();
-  ECHO_PHASE(AllLooked);
-  Found all{};
-#pragma unroll 4
-  for (int peer = 0; peer < kBlocks; ++peer) {
-    const Found& found = shared.found_of_blocks[peer];
-    all = {all.hits + found.hits, all.missing + found.missing, all.fresh + found.fresh, all.repeated | found.repeated};
+  if (!task.is_look_apart) {
+    // Runs of 32 entries to the blocks in turn: each has as many.
+    Look(task, (Warp() * kBlocks + block.rank) * 32 + Lane(), kBlocks * kThreads);
+    ECHO_PHASE(Looked);
+    ClusterSync();
+    ECHO_PHASE(AllLooked);
   }
-  if (block.rank == 0 && threadIdx.x == 0) {
-    const int32_t counts[kCounts] = {all.fresh, all.hits, 0, 0, all.fresh, 0};
-    for (int which = 0; which < kCounts; ++which) *task.counts[which] = counts[which];
+  ClusterArriveRelaxed();  // for Settle, which waits until all have started
+  LoadSeen(block);
+  ReadFound(block);
+  ECHO_PHASE(Found);
+  const Counted counted = shared.counted;
+  if (threadIdx.x == 0) {
+    if (counted.marked > 0) atomicAdd(task.counts[kHits], counted.marked);
+    if (counted.fresh > 0) atomicAdd(task.counts[kWritten], counted.fresh);
   }
-  if (all.repeated) {
-    ClusterSync();  // any of the priorities is there
-    TouchRepeated(block);
-    ECHO_PHASE(Touched);
-  }
-  if (all.missing > 0) {
-    Settle(block, all.missing);
+  if (counted.mentions > counted.marked) TouchRepeated(block);
+  WaitForCopies();
+  ECHO_PHASE(KeysRead);
+  if (counted.missing > 0) {
+    __syncthreads();  // keys are there for the block
+    Settle(block, counted.missing, samples);
     return true;
   }
-  WaitForCopies();  // of priorities that nobody needed
-  if (all.fresh == 0) return false;
-  if (threadIdx.x < kBlocks) {
-    shared.first_before[threadIdx.x] = 0;
-    shared.fill_of_blocks[threadIdx.x] = shared.found_of_blocks[threadIdx.x].fresh;
+  if (counted.fresh == 0) return false;
+  if (threadIdx.x == 0) {
+    shared.fill_before = counted.fresh_before;
+    shared.fills = counted.fresh;
   }
-  if (task.are_fills_a_result) {
-    ClusterSync();  // what says nothing stands in the whole list, before some of it says something
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
+  Rank(block);
   Finish(block, [](int) { return kNoSlot; });
   ECHO_PHASE(Finished);
   return true;
@@ -235,9 +215,8 @@ __device__ void RequireInCluster(const RequireTask& task) {
   {
     Block<kBlocks> block(task.allocate);
     if (!AllocateOfBlock(block)) return;
-#pragma unroll 1
-    for (int peer = 0; peer < block.rank; ++peer) jobs.begin += block.shared.fill_of_blocks[peer];
-    jobs.length = block.shared.fill_of_blocks[block.rank];
+    jobs.begin = block.shared.fill_before;
+    jobs.length = block.shared.fills;
   }
   if (jobs.length == 0) return;
   __syncthreads();

@@ -21,15 +21,19 @@ template <int kBlocks>
 __device__ void LoadKeys(Block<kBlocks>& block) {
   if (!block.task.are_keys_shared) return;
   const int count = block.own_slots();
+#pragma unroll 1
   for (int at = threadIdx.x * 4; at < count; at += kThreads * 4) {
     CopyAsync16(block.keys + at, block.task.priority + block.first_slot() + at, min(count - at, 4) * 4);
   }
 }
 
-// Four priorities, of which `count` are there. A pool of any size begins where a load of 16 bytes may.
-__device__ inline int4 FourKeys(const int32_t* priority, int count) {
-  if (count >= 4) return __ldcg(reinterpret_cast<const int4*>(priority));
-  const auto key = [&](int i) { return i < count ? __ldcg(priority + i) : kProtected; };
+// The priorities of four of the block's `count` slots. A pool of any size begins where a load of 16 bytes may.
+template <int kBlocks>
+__device__ int4 FourOfSlots(const Block<kBlocks>& block, int at, int count) {
+  if (block.task.are_keys_shared) return *reinterpret_cast<const int4*>(block.keys + at);
+  const int32_t* priority = block.task.priority + block.first_slot() + at;
+  if (count - at >= 4) return __ldcg(reinterpret_cast<const int4*>(priority));
+  const auto key = [&](int i) { return i < count - at ? __ldcg(priority + i) : kProtected; };
   return int4{key(0), key(1), key(2), key(3)};
 }
 

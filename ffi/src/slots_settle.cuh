@@ -1,17 +1,17 @@
-// How missing rows get slots. Knows the mentions as the look left them in Block::seen.
+// How missing rows get slots. Knows the entries as the look left them in Block::seen.
 //
-//   Mark     in the look: every mention of a missing row writes its marker into slot_of, of which the lowest, the first
-//            mention's, stays. Another look that meets a marker reads what it would have read: a number below NO_SLOT.
-//   -------- barrier
-//   Rank     they read who was first; firsts are counted in list order; later mentions hand their priority to the first;
-//            staged rows find the first mention of their row. Then the bound of the lowest slots is guessed, and what lies
-//            below it collected.
+//   Rank     the entries of missing rows read who was first; firsts are counted in list order; later mentions hand their
+//            priority to the first; staged rows find the first mention of their row.
+//   -------- barrier: how many firsts each block has, and the lowest samples of all
+//   Collect  the bound of the lowest slots is guessed, and what lies below it goes to every block
 //   -------- barrier
 //   Choose   the collected slots are ranked.
 //   -------- barrier
 //   Finish   firsts take the slot of their rank, write all maps and the fills; later mentions read the first's rank.
 //
-// Where too many are missing for a guess, or it was a bad one, SelectLowest goes through all slots before Finish.
+// Where one row is missing, as in most layers of a decode step of one seat, the lowest slot of each block is what is told at
+// the first barrier, and Finish comes next. Where too many are missing for a guess, or it was a bad one, SelectLowest goes
+// through all slots before Finish.
 #ifndef ECHO_FFI_SLOTS_SETTLE_CUH_
 #define ECHO_FFI_SLOTS_SETTLE_CUH_
 
@@ -23,77 +23,72 @@
 
 namespace echo_ffi {
 
-// Of a mention whose row is missing, until the row's marker is read; it is the marker of the last entry of a list too,
-// which is no harm: nobody asks in between.
-inline constexpr int32_t kMissing = -2;
-
-// The entries of a warp's run, kTogether rounds of 32 at a time: what they load is under way together.
-inline constexpr int kTogether = 4;
-
-__device__ inline int32_t Clamped(int32_t priority) { return min(max(priority, INT32_MIN + 1), INT32_MAX - 1); }
-
-// ---- Mark --------------------------------------------------------------------------------------------------------------
-
-template <int kBlocks>
-__device__ void Mark(Block<kBlocks>& block, int mention, int32_t row, int32_t priority) {
-  block.place()[mention] = INT32_MAX;
-  block.best()[mention] = Clamped(priority);
-  atomicMin(block.task.slot_of + row, block.MarkerOf(mention));
-}
-
 // ---- Rank --------------------------------------------------------------------------------------------------------------
 
+// What is wanted of 32 entries of a warp's run, one a lane.
+struct Wanted {
+  int32_t seen;   // NO_SLOT beyond the run
+  bool is_first;  // to mention a missing row, once markers are read
+  bool is_new;
+
+  template <int kBlocks>
+  __device__ Wanted(const Block<kBlocks>& block, int m)
+      : seen(m < block.run_end ? block.seen[m - block.begin] : kNoSlot),
+        is_first(seen < kNoSlot && seen == block.task.MarkerOf(m)),
+        is_new(seen != kNoSlot && block.IsNew(m)) {}
+
+  // Whether none of the warp's lanes wants anything.
+  __device__ bool IsNothing() const { return __ballot_sync(kAllLanes, seen < kNoSlot || is_new) == 0; }
+};
+
+// Counts the block's firsts and its fills by warp. Leaves shared.warp_first and warp_fill in use.
 template <int kBlocks>
 __device__ void Rank(Block<kBlocks>& block) {
   auto& shared = block.shared;
   const AllocateTask& task = block.task;
   int first_in_warp = 0, fill_in_warp = 0;
-  for (int round = block.run_begin; round < block.run_end; round += 32 * kTogether) {
-    int32_t seen[kTogether], given[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int m = round + 32 * i + Lane();
-      seen[i] = m < block.run_end ? block.seen[m - block.begin] : kNoSlot;
-      given[i] = seen[i] < kNoSlot ? task.touched[m] : 0;
-      if (seen[i] == kMissing) seen[i] = __ldcg(task.slot_of + block.row()[m]);
+#pragma unroll 1
+  for (int round = block.run_begin; round < block.run_end; round += 32) {
+    const int m = round + Lane();
+    const Wanted wanted(block, m);
+    if (wanted.IsNothing()) continue;
+    const bool is_missing = wanted.seen < kNoSlot;
+    const int32_t marker = is_missing ? __ldcg(task.slot_of + __ldcg(task.row() + m)) : kNoSlot;
+    const bool is_first = is_missing && marker == task.MarkerOf(m);
+    if (is_missing) {
+      block.seen[m - block.begin] = marker;
+      if (!is_first) atomicMax(task.best() + task.MentionOf(marker), Clamped(task.touched[m]));
     }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int m = round + 32 * i + Lane();
-      const bool is_first = seen[i] < kNoSlot && seen[i] == block.MarkerOf(m);
-      if (seen[i] < kNoSlot) {
-        block.seen[m - block.begin] = seen[i];
-        if (!is_first) atomicMax(block.best() + block.MentionOf(seen[i]), Clamped(given[i]));
-      }
-      const bool must_fill = is_first || (seen[i] != kNoSlot && block.IsNew(m));
-      first_in_warp += __popc(__ballot_sync(kAllLanes, is_first));
-      fill_in_warp += __popc(__ballot_sync(kAllLanes, must_fill));
-    }
+    first_in_warp += __popc(__ballot_sync(kAllLanes, is_first));
+    fill_in_warp += __popc(__ballot_sync(kAllLanes, is_first || wanted.is_new));
   }
   if (Lane() == 0) {
     shared.warp_first[Warp()] = first_in_warp;
     shared.warp_fill[Warp()] = fill_in_warp;
   }
-  ECHO_PHASE(FirstsRead);
+  __syncthreads();
+  if (first_in_warp == 0) return;
+  int next = PrefixOfWarps(shared.warp_first).before;
+#pragma unroll 1
+  for (int round = block.run_begin; round < block.run_end; round += 32) {
+    const int m = round + Lane();
+    const bool is_first = Wanted(block, m).is_first;
+    const unsigned lanes = __ballot_sync(kAllLanes, is_first);
+    if (is_first) task.order()[m] = next + __popc(lanes & ((1u << Lane()) - 1));
+    next += __popc(lanes);
+  }
+}
+
+// Staged rows find the first mention of their row, wherever it is.
+template <int kBlocks>
+__device__ void FindStaged(const Block<kBlocks>& block) {
+  const AllocateTask& task = block.task;
+#pragma unroll 1
   for (int e = block.rank * kThreads + threadIdx.x; e < task.staged_length; e += kBlocks * kThreads) {
     const int32_t row = task.staged[e];
     if (!block.IsRow(row)) continue;
     const int32_t marker = __ldcg(task.slot_of + row);
-    if (marker < kNoSlot) atomicMin(block.place() + block.MentionOf(marker), e);
-  }
-  __syncthreads();
-  const Prefix firsts = PrefixOfWarps(shared.warp_first), fills = PrefixOfWarps(shared.warp_fill);
-  if (threadIdx.x < kBlocks) {
-    *Remote(&shared.first_of_blocks[block.rank], threadIdx.x) = firsts.total;
-    *Remote(&shared.fill_of_blocks[block.rank], threadIdx.x) = fills.total;
-  }
-  int next = firsts.before;
-  for (int round = block.run_begin; first_in_warp > 0 && round < block.run_end; round += 32) {
-    const int m = round + Lane();
-    const bool is_first = m < block.run_end && block.seen[m - block.begin] == block.MarkerOf(m);
-    const unsigned lanes = __ballot_sync(kAllLanes, is_first);
-    if (is_first) block.order()[m] = next + __popc(lanes & ((1u << Lane()) - 1));
-    next += __popc(lanes);
+    if (marker < kNoSlot) atomicMin(task.place() + task.MentionOf(marker), e);
   }
 }
 
@@ -119,40 +114,34 @@ __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
   auto& shared = block.shared;
   const AllocateTask& task = block.task;
   int next_first = shared.first_before[block.rank] + PrefixOfWarps(shared.warp_first).before;
-  int next_fill = PrefixOfWarps(shared.warp_fill).before, fills = 0;
-#pragma unroll 4
-  for (int peer = 0; peer < kBlocks; ++peer) {
-    if (peer == block.rank) next_fill += fills;
-    fills += shared.fill_of_blocks[peer];
-  }
-  if (block.rank == 0 && threadIdx.x == 0) *task.counts[kToFill] = fills;
+  int next_fill = shared.fill_before + PrefixOfWarps(shared.warp_fill).before;
   const int new_rows = task.length / task.per_seat * task.new_per_seat;
   int useful = 0, recalled = 0, evicted = 0;
+#pragma unroll 1
   for (int round = block.run_begin; round < block.run_end; round += 32) {
     const int m = round + Lane();
-    const bool is_entry = m < block.run_end;
-    const int32_t seen = is_entry ? block.seen[m - block.begin] : kNoSlot;
-    const bool is_first = is_entry && seen < kNoSlot && seen == block.MarkerOf(m);
-    const bool is_new = seen != kNoSlot && block.IsNew(m);
-    const unsigned firsts = __ballot_sync(kAllLanes, is_first), filled = __ballot_sync(kAllLanes, is_first || is_new);
+    const Wanted wanted(block, m);
+    if (wanted.IsNothing()) continue;
+    const bool is_filled = wanted.is_first || wanted.is_new;
+    const unsigned firsts = __ballot_sync(kAllLanes, wanted.is_first), filled = __ballot_sync(kAllLanes, is_filled);
     const unsigned below = (1u << Lane()) - 1;
     // Together, and before any of them is waited for.
-    const int32_t row = is_first || is_new ? block.row()[m] : kNoRow;
-    const int32_t best = is_first ? __ldcg(block.best() + m) : 0;
-    const int32_t place = is_first ? __ldcg(block.place() + m) : INT32_MAX;
-    int32_t slot = seen;
-    if (is_first) {
+    const int32_t row = is_filled ? __ldcg(task.row() + m) : kNoRow;
+    const int32_t best = wanted.is_first ? __ldcg(task.best() + m) : 0;
+    const int32_t place = wanted.is_first ? __ldcg(task.place() + m) : INT32_MAX;
+    int32_t slot = wanted.seen;
+    if (wanted.is_first) {
       slot = slot_of_rank(next_first + __popc(firsts & below));
       evicted += TakeSlot(block, row, slot, best);
-    } else if (seen < kNoSlot) {
-      const int first = block.MentionOf(seen);
-      slot = slot_of_rank(shared.first_before[first / task.segment] + __ldcg(block.order() + first));
+    } else if (wanted.seen < kNoSlot) {
+      const int first = task.MentionOf(wanted.seen);
+      slot = slot_of_rank(shared.first_before[first / task.segment] + __ldcg(task.order() + first));
     }
-    if (seen < kNoSlot) block.GiveSlot(m, slot);
-    if (is_first || is_new) {
+    if (wanted.seen < kNoSlot) task.GiveSlot(m, slot);
+    if (is_filled) {
       int32_t source = kSourceHost;
-      if (is_new) {
-        source = m / task.per_seat * task.new_per_seat + m % task.per_seat;
+      if (wanted.is_new) {
+        source = Entry(task, m).AmongNew();
       } else if (place != INT32_MAX) {
         source = new_rows + place;
         ++useful;
@@ -176,34 +165,67 @@ __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
     if (recalled > 0) atomicAdd(task.counts[kRecalled], recalled);
     if (evicted > 0) atomicAdd(task.counts[kEvicted], evicted);
   }
+  if (threadIdx.x == 0 && shared.fills > 0) atomicAdd(task.counts[kToFill], shared.fills);
 }
 
 // ---- all of it ---------------------------------------------------------------------------------------------------------
 
-// `missing` mentions of rows that have no slot, at least one. The counts are zero or what the look found.
+// Of what every block told: the firsts before each block, and the fills before this one. Returns all firsts. There for the
+// block after its next barrier.
 template <int kBlocks>
-__device__ void Settle(Block<kBlocks>& block, int missing) {
+__device__ int CountBefore(Block<kBlocks>& block) {
   auto& shared = block.shared;
-  WaitForCopies();  // there for the block by the barrier within Rank
-  ECHO_PHASE(KeysRead);
+  const int firsts = Lane() < kBlocks ? shared.first_of_blocks[Lane()] : 0;
+  const int fills = Lane() < kBlocks ? shared.fill_of_blocks[Lane()] : 0;
+  const int first_before = WarpInclusiveSum(firsts) - firsts;
+  if (threadIdx.x < kBlocks) shared.first_before[threadIdx.x] = first_before;
+  const int fill_before = __reduce_add_sync(kAllLanes, Lane() < block.rank ? fills : 0);
+  if (threadIdx.x == block.rank) {
+    shared.fill_before = fill_before;
+    shared.fills = fills;
+  }
+  return __reduce_add_sync(kAllLanes, firsts);
+}
+
+// `missing` mentions of rows that have no slot, at least one. Keys and marks are there; the cluster's blocks have arrived,
+// and nobody has waited.
+template <int kBlocks>
+__device__ void Settle(Block<kBlocks>& block, int missing, const Samples<kBlocks>& samples) {
+  auto& shared = block.shared;
   Rank(block);
   ECHO_PHASE(Ranked);
-  const bool is_guessed = missing <= min(kMostGuessed, block.task.device_slots);
-  if (is_guessed) Collect(block, FindGuess(block, BoundRank(missing, block.task.device_slots)));
-  ECHO_PHASE(Collected);
+  FindStaged(block);
+  const bool is_single = missing == 1, is_guessed = !is_single && IsGuessed(missing, block.task.device_slots);
+  ClusterWait();
+  ECHO_PHASE(AllStarted);
+  if (is_single || is_guessed) ShareLows(block, is_single ? LowestSlot(block) : samples.Lowest());
+  if (Warp() == kWarps - 1) {
+    const int firsts = __reduce_add_sync(kAllLanes, shared.warp_first[Lane()]);
+    const int fills = __reduce_add_sync(kAllLanes, shared.warp_fill[Lane()]);
+    if (Lane() < kBlocks) {
+      *Remote(&shared.first_of_blocks[block.rank], Lane()) = firsts;
+      *Remote(&shared.fill_of_blocks[block.rank], Lane()) = fills;
+    }
+  }
+  ECHO_PHASE(Shared);
   ClusterSync();
-  ECHO_PHASE(AllCollected);
-  int rows = 0;
-#pragma unroll 4
-  for (int peer = 0; peer < kBlocks; ++peer) {
-    if (static_cast<int>(threadIdx.x) == peer) shared.first_before[peer] = rows;
-    rows += shared.first_of_blocks[peer];
+  ECHO_PHASE(AllRanked);
+  const int rows = CountBefore(block);
+  if (is_single) {
+    const uint64_t lowest = LowestOfWarp(LowOfGroup(block));
+    __syncthreads();
+    Finish(block, [lowest](int) { return lowest == kNoKey ? kNoSlot : static_cast<int32_t>(lowest & 0xffffffffu); });
+    ECHO_PHASE(Finished);
+    return;
   }
   bool is_enough = false;
   if (is_guessed) {
-    const int candidates = Candidates(block);
-    is_enough = candidates >= missing && candidates <= kMostCandidates;
-    if (is_enough) RankCandidates(block, candidates, missing);
+    Collect(block, GuessedBound(block, missing));
+    ECHO_PHASE(Collected);
+    ClusterSync();
+    ECHO_PHASE(AllCollected);
+    is_enough = AreEnough(block, rows);
+    if (is_enough) RankCandidates(block, rows);
     ECHO_PHASE(Chosen);
     ClusterSync();  // the choice is there; or, where all slots are gone through, every block has read why
     ECHO_PHASE(AllChosen);

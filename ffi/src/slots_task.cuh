@@ -1,8 +1,8 @@
-// What one launch of the slot manager works on: its operands, who owns which part of them, and the shared memory of a
-// block. Knows sizes and places; decides nothing.
+// What a call of the slot manager works on: its operands, who owns which part of them, and the shared memory of a block.
+// Knows sizes and places; decides nothing.
 //
-// One cluster does it all. The list is cut into segments, one a block, and those into runs, one a warp, so that order
-// within the list is order of (block, warp, round, lane). The slots are cut in order too, a part to each block.
+// After the look one cluster does the rest. The list is cut into segments, one a block, and those into runs, one a warp, so
+// that order within the list is order of (block, warp, round, lane). The slots are cut in order too, a part to each block.
 #ifndef ECHO_FFI_SLOTS_TASK_CUH_
 #define ECHO_FFI_SLOTS_TASK_CUH_
 
@@ -12,7 +12,6 @@
 
 #include "cluster.cuh"
 #include "echo_ffi/slots.h"
-#include "find_kth.cuh"
 
 namespace echo_ffi {
 
@@ -20,13 +19,14 @@ inline constexpr int kBins = 1024;           // of a histogram of order keys: on
 inline constexpr int kDigits = 256;          // of a pass of the sort
 inline constexpr int kSamples = 4096;        // slots from which a bound of the lowest ones is guessed
 inline constexpr int kMostCandidates = 4096;  // slots below a guessed bound
+inline constexpr int kGroups = 32;            // of samples, one a lane; the lowest of each are compared
 inline constexpr int kMostGuessed = kThreads;  // slots that are taken by a guess; one counts on more by the full method
 
 struct AllocateTask {
   int32_t *slot_of, *host_of, *priority;
   bool* free;
-  const int32_t *rows, *touched, *staged;          // without rows:
-  const int32_t *new_rows, *table, *positions;     // as AllocateViews has them
+  const int32_t *rows, *touched, *staged;       // without rows:
+  const int32_t *new_rows, *table, *positions;  // as AllocateViews has them
   int32_t *slots, *fill_rows, *fill_slots, *fill_mention, *fill_source, *scratch;
   int32_t* counts[kCounts];
   int32_t host_rows, device_slots, length, staged_length, per_seat, new_per_seat, table_width;
@@ -39,8 +39,52 @@ struct AllocateTask {
   int32_t run;           // entries of a warp, a multiple of 32
   int32_t adjacent;      // slots of a block, a multiple of 32
   bool are_keys_shared;  // their priorities are kept in shared memory; else read again
-  bool is_list_shared;   // what the mentions were found to be is kept in shared memory; else in scratch
+  bool is_list_shared;   // what the block's entries were found to be is kept in shared memory; else in scratch
+  bool is_look_apart;    // the look is a kernel of its own
+
+  // Scratch by mention. Parts 3 to 6 are what is sorted; behind part 8, which ends with whole 16 bytes, is Block::seen.
+  __device__ int32_t* Scratch(int part) const { return scratch + part * static_cast<int64_t>(length); }
+  __device__ int32_t* place() const { return Scratch(0); }  // of a missing row: lowest place in staged
+  __device__ int32_t* best() const { return Scratch(1); }   // of a missing row: highest priority given
+  __device__ int32_t* order() const { return Scratch(2); }  // of a first mention: rank in its block
+  __device__ int32_t* row() const { return Scratch(7); }
+  // Slot, kNoSlot for padding and up to the next multiple of 4, or kMissing.
+  __device__ int32_t* found() const { return Scratch(8); }
+  __device__ int found_length() const { return (length + 3) / 4 * 4; }
+
+  __device__ int32_t MarkerOf(int mention) const { return mention - length - 1; }
+  __device__ int MentionOf(int32_t marker) const { return marker + length + 1; }
+  __device__ void GiveSlot(int mention, int32_t slot) const;
 };
+
+// Of a mention whose row is missing, until the row's marker is read; it is the marker of the last entry of a list too,
+// which is no harm: nobody asks in between.
+inline constexpr int32_t kMissing = -2;
+
+__device__ inline int32_t Clamped(int32_t priority) { return min(max(priority, INT32_MIN + 1), INT32_MAX - 1); }
+
+// Where in the list of its seat a mention stands.
+struct Entry {
+  const AllocateTask& task;
+  int seat, at;  // at: among the positions, or below 0 for a new row
+
+  __device__ Entry(const AllocateTask& of_task, int mention)
+      : task(of_task), seat(mention / of_task.per_seat), at(mention - seat * of_task.per_seat - of_task.new_per_seat) {}
+
+  __device__ bool IsNew() const { return at < 0; }
+  __device__ int AmongNew() const { return (seat + 1) * task.new_per_seat + at; }
+  __device__ int AmongPositions() const { return seat * (task.per_seat - task.new_per_seat) + at; }
+};
+
+// Slots are listed for all mentions, or for the positions alone.
+__device__ inline void AllocateTask::GiveSlot(int mention, int32_t slot) const {
+  if (rows != nullptr) {
+    slots[mention] = slot;
+    return;
+  }
+  const Entry of_seat(*this, mention);
+  if (!of_seat.IsNew()) slots[of_seat.AmongPositions()] = slot;
+}
 
 // Of one block that chooses slots among all. The fields named `of_blocks` are written by every block into every other.
 template <int kBlocks>
@@ -58,31 +102,27 @@ struct SelectShared {
   int32_t bin, bin_before, bin_size;
 };
 
-// Of one block that chooses slots below a guessed bound.
+// Of one block that chooses slots below a guessed bound. A slot stands here as its place in the order of (priority, slot).
 template <int kBlocks>
 struct GuessShared {
-  union {
-    struct {
-      uint32_t samples[kSamples];  // keys of all blocks' samples in order of slots, the lowest priority the highest key
-      top_k::Scratch kth;
-      uint32_t lows[kWarps], highs[kWarps];
-      int32_t totals[kWarps];
-    };
-    uint64_t all[kMostCandidates];  // of all blocks
-  };
-  uint64_t own[kMostCandidates];
+  static constexpr int kRoom = kMostCandidates / kBlocks;  // for the candidates of one block
+
+  uint64_t lows[kWarps][kGroups];              // the lowest sample of each warp and group
+  uint64_t low_of_blocks[kBlocks][kGroups];    // and of each block; where one slot is wanted, its lowest slot in [0]
+  uint64_t own[kRoom];                         // candidates
+  uint64_t of_blocks[kBlocks][kRoom];
   int32_t taken[kMostGuessed];  // slots by rank
   int32_t own_count;
-  int32_t bound_slot;
   int32_t count_of_blocks[kBlocks];
 };
 
-// What a block found when it looked its mentions up.
-struct alignas(16) Found {
-  int32_t hits;
-  int32_t missing;   // mentions
-  int32_t fresh;     // new rows
-  int32_t repeated;  // does a mention name a slot that another one named before it?
+// What a block counts of the whole list, and of its own part.
+struct Counted {
+  int32_t missing;       // mentions of rows without a slot, in the list
+  int32_t mentions;      // of slots of this block
+  int32_t marked;        // those slots, each once
+  int32_t fresh;         // new rows in this block's part
+  int32_t fresh_before;  // and in the parts before it
 };
 
 template <int kBlocks>
@@ -91,11 +131,12 @@ struct alignas(16) AllocateShared {
     SelectShared<kBlocks> select;
     GuessShared<kBlocks> guess;
   };
-  Found found;
-  Found found_of_blocks[kBlocks];
+  Counted counted;
   int32_t first_of_blocks[kBlocks];
   int32_t fill_of_blocks[kBlocks];
   int32_t first_before[kBlocks];
+  int32_t fill_before;  // entries to fill before this block's part of the list
+  int32_t fills;        // and in it
   int32_t warp_first[kWarps];
   int32_t warp_fill[kWarps];
 };
@@ -105,57 +146,31 @@ struct Block {
   const AllocateTask& task;
   AllocateShared<kBlocks>& shared;
   int rank;
-  int begin, run_begin, run_end;  // entries of the list: of the block, and of the warp
-  int32_t* keys;                  // priorities of the block's slots
-  uint32_t* is_protected;         // a bit of each; set beyond the last slot
-  int32_t* seen;  // of each entry of the segment: its slot, NO_SLOT for padding, below it the marker of a missing row
+  int begin, end, run_begin, run_end;  // entries of the list: of the block, and of the warp
+  int32_t* keys;                       // priorities of the block's slots
+  uint32_t* is_protected;  // a bit of each of them; set beyond the last slot
+  int32_t* seen;  // of each entry of the segment: as AllocateTask::found, and of a missing row its marker once it is read
 
   __device__ explicit Block(const AllocateTask& of_task)
       : task(of_task),
         shared(*reinterpret_cast<AllocateShared<kBlocks>*>(SharedMemory())),
         rank(static_cast<int>(BlockOfCluster())),
         begin(Within(static_cast<int64_t>(rank) * task.segment)),
+        end(Within(begin + static_cast<int64_t>(task.segment))),
         run_begin(Within(begin + static_cast<int64_t>(min(Warp() * task.run, task.segment)))),
         run_end(Within(begin + static_cast<int64_t>(min((Warp() + 1) * task.run, task.segment)))) {
     std::byte* memory = SharedMemory() + sizeof(AllocateShared<kBlocks>);
     keys = reinterpret_cast<int32_t*>(memory);
     if (task.are_keys_shared) memory += task.adjacent * int64_t{4};
+    seen = task.is_list_shared ? reinterpret_cast<int32_t*>(memory) : task.found() + task.found_length() + begin;
+    if (task.is_list_shared) memory += task.segment * int64_t{4};
     is_protected = reinterpret_cast<uint32_t*>(memory);
-    memory += words() * int64_t{4};
-    seen = task.is_list_shared ? reinterpret_cast<int32_t*>(memory) : Scratch(8) + begin;
   }
 
   __device__ int Within(int64_t entry) const { return static_cast<int>(min(entry, static_cast<int64_t>(task.length))); }
 
   __device__ bool IsRow(int32_t row) const { return row >= 0 && row < task.host_rows; }
-  __device__ bool IsSlot(int32_t slot) const { return slot >= 0 && slot < task.device_slots; }
-  __device__ int32_t MarkerOf(int mention) const { return mention - task.length - 1; }
-  __device__ int MentionOf(int32_t marker) const { return marker + task.length + 1; }
-  __device__ bool IsNew(int mention) const {
-    return task.new_per_seat > 0 && mention % task.per_seat < task.new_per_seat;
-  }
-
-  // What says which row a mention names: the row itself, or a position of the seat's table.
-  __device__ const int32_t* SaidAt(int mention, bool* is_position) const {
-    *is_position = false;
-    if (task.rows != nullptr) return task.rows + mention;
-    const int seat = mention / task.per_seat, at = mention - seat * task.per_seat - task.new_per_seat;
-    if (at < 0) return task.new_rows + (seat + 1) * task.new_per_seat + at;
-    *is_position = true;
-    return task.positions + seat * (task.per_seat - task.new_per_seat) + at;
-  }
-  __device__ int32_t RowOf(int mention, int32_t position) const {
-    if (position < 0 || position >= task.table_width) return kNoRow;
-    return task.table[mention / task.per_seat * static_cast<int64_t>(task.table_width) + position];
-  }
-  __device__ void GiveSlot(int mention, int32_t slot) const {
-    if (task.rows != nullptr) {
-      task.slots[mention] = slot;
-      return;
-    }
-    const int seat = mention / task.per_seat, at = mention - seat * task.per_seat - task.new_per_seat;
-    if (at >= 0) task.slots[seat * (task.per_seat - task.new_per_seat) + at] = slot;
-  }
+  __device__ bool IsNew(int mention) const { return task.new_per_seat > 0 && Entry(task, mention).IsNew(); }
 
   // The block's slots: words of 32, its first one, and how many there are.
   __device__ int words() const { return task.adjacent / 32; }
@@ -164,13 +179,6 @@ struct Block {
     const int64_t left = task.device_slots - first_slot();
     return static_cast<int>(max(min(left, static_cast<int64_t>(task.adjacent)), int64_t{0}));
   }
-
-  // Scratch by mention.
-  __device__ int32_t* Scratch(int part) const { return task.scratch + part * static_cast<int64_t>(task.length); }
-  __device__ int32_t* place() const { return Scratch(0); }  // lowest place in staged
-  __device__ int32_t* best() const { return Scratch(1); }   // highest priority given
-  __device__ int32_t* order() const { return Scratch(2); }  // rank in its block
-  __device__ int32_t* row() const { return Scratch(7); }    // of missing and of new ones
 };
 
 inline AllocateTask TaskOf(const AllocateViews& list, bool are_fills_a_result) {
@@ -211,14 +219,18 @@ constexpr int64_t SharedBytes(const AllocateTask& task) {
          (task.are_keys_shared ? 4 * int64_t{task.adjacent} : 0) + (task.is_list_shared ? 4 * int64_t{task.segment} : 0);
 }
 
+// A list up to which the cluster looks for itself: an entry more or less for each SM costs less than a launch and its gap.
+inline constexpr int kShortList = 4096;
+
 // Cuts the list and the slots among the blocks of a cluster, and keeps in shared memory what `limit` bytes hold: the slots'
 // priorities first, then what is known of the entries. False where not even the marks of protection fit.
 template <int kBlocks>
 bool Divide(AllocateTask* task, int64_t limit) {
   const int64_t length = task->length, blocks = kBlocks, warps = kWarps;
+  task->is_look_apart = length > kShortList;
   task->segment = static_cast<int32_t>(RoundUp((length + blocks - 1) / blocks, 32));
   task->run = static_cast<int32_t>(RoundUp((task->segment + warps - 1) / warps, 32));
-  for (int which = 0; which < 2; ++which) {  // scratch 3 to 6 of Block::Scratch
+  for (int which = 0; which < 2; ++which) {  // scratch 3 to 6
     task->sort_keys[which] = reinterpret_cast<uint32_t*>(task->scratch + (3 + 2 * which) * length);
     task->sort_slots[which] = task->scratch + (4 + 2 * which) * length;
   }

@@ -60,6 +60,7 @@ def test_maps_are_updated_in_place(device):
 WAYS = {
     "guessed": (40, 1, 41, 2, 41, -1, 42, 3, 40, 1, 43, -1),
     "counted": (40, 41, 42, 43, 40, 41, 42, 43, 40, 41, 0, 1),  # more mentions of missing rows than slots
+    "one_missing": (0, 1, 2, 3, -1, -1, 40, 4, 1, -1, -1, -1),  # its slot is the lowest of all
     "new_rows_with_slots": (0, 2, 3, -1, -1, -1, 1, 4, 5, -1, -1, -1),  # each once
     "nothing_to_fill": (-1, 1, 2, 3, 5, -1, -1, 4, 2, 0, 3, -1),
 }
@@ -380,7 +381,7 @@ def emulate(
     free = np.array(maps.free)
     given = [np.array(array, np.int32) for array in (rows, priority, staged)]
     selected = length // per_seat * (per_seat - new_per_seat)
-    results = garbage(random, length if moved is None else selected, *[length] * 4, *[1] * 6, 9 * length)
+    results = garbage(random, length if moved is None else selected, *[length] * 4, *[1] * 6, 10 * length + 4)
     error = ctypes.create_string_buffer(200)
     emulator.Emulate(
         pointers_to([*kept, *given, *results]),
@@ -459,7 +460,7 @@ def check_records(emulator, maps, rows, priority, staged, expected, *, per_seat,
 
 def check_history(emulator, case, seed, steps, *, blocks, is_tight=False):
     """The emulated kernel against the CPU twin. `is_tight`: shared memory holds neither the priorities nor the list."""
-    limit = emulator.EmulateAllocateBytes() + case.slots // 8 + 128 if is_tight else GPU_SHARED_BYTES
+    limit = emulator.EmulateAllocateBytes(blocks) + case.slots // 8 + 128 if is_tight else GPU_SHARED_BYTES
     random = np.random.default_rng(seed)
     maps = histories.draw_maps(random, case)
     sizes = {"per_seat": case.per_seat, "new_per_seat": case.new_per_seat}
@@ -495,6 +496,23 @@ def test_every_way_of_the_kernel_emulated(library, emulator, way):
     for seed in range(16):
         run = {"blocks": 2, "shared_limit": GPU_SHARED_BYTES, "seed": seed}
         assert_equal(emulate(emulator, few_rows(), *lists, **sizes, **run), expected)
+
+
+@pytest.mark.parametrize("missing", [1, 6])
+def test_the_lowest_slots_are_selected_themselves(library, emulator, missing):
+    """Of a sample of all slots the lowest are protected, so that what is guessed from it is too few; one row that is
+    missing takes the lowest that is not."""
+    case = histories.Case("full", 9000, 5000, 1, 1, warm=1.0, ages=100)
+    random = np.random.default_rng(missing)
+    maps = histories.draw_maps(random, case)
+    lowest = np.argsort(maps.priority, kind="stable")[:3000]
+    absent = np.flatnonzero(maps.slot_of == NO_SLOT)[:missing]
+    rows = random.permutation(np.concatenate([maps.host_of[lowest], absent])).astype(np.int32)
+    lists, sizes = (rows, np.full(len(rows), 5, np.int32), absent[:1]), {"per_seat": len(rows), "new_per_seat": 0}
+    expected = jax.device_get(jax.jit(functools.partial(allocate, **sizes))(*jax.device_put((maps, *lists), CPU)))
+    for seed in range(3):
+        run = {"blocks": 2, "shared_limit": GPU_SHARED_BYTES, "seed": seed}
+        assert_equal(emulate(emulator, maps, *lists, **sizes, **run), expected)
 
 
 @pytest.mark.slow

@@ -363,6 +363,7 @@ inline void ClusterArrive() {
   emulate::Here().cluster().Arrive();
   emulate::Here().Linger();
 }
+inline void ClusterArriveRelaxed() { ClusterArrive(); }
 inline void ClusterWait() {
   emulate::Here().Wait(emulate::Here().cluster(), emulate::Here().running().cluster_generation);
   emulate::Here().running().has_met_cluster = true;

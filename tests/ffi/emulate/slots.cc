@@ -1,8 +1,12 @@
 // The kernels of ffi/src/slots_kernel.cuh on the emulated GPU, for test_ffi_slots.py to call.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <numeric>
+#include <random>
 #include <stdexcept>
+#include <vector>
 
 #include "gpu.h"
 
@@ -26,6 +30,12 @@ template <int kBlocks>
 void Run(echo_ffi::RequireTask task, int64_t shared_limit, uint64_t seed) {
   echo_ffi::AllocateTask& list = task.allocate;
   if (!echo_ffi::Divide<kBlocks>(&list, shared_limit)) throw std::runtime_error("the limit is too small");
+  // A look is at one entry at a time, whichever comes first.
+  list.is_look_apart = seed % 3 != 0;
+  std::vector<int> threads(list.is_look_apart ? static_cast<size_t>(list.length / 2 + 4) : 0);
+  std::iota(threads.begin(), threads.end(), 0);
+  std::shuffle(threads.begin(), threads.end(), std::mt19937_64(seed));
+  for (const int thread : threads) echo_ffi::Look(list, thread, static_cast<int>(threads.size()));
   emulate::Gpu gpu(kBlocks, static_cast<size_t>(echo_ffi::SharedBytes<kBlocks>(list)), seed);
   gpu.Run([&] {
     if (list.are_fills_a_result) {
@@ -107,6 +117,11 @@ void Emulate(int32_t* const* numbers, bool* free, const int32_t* sizes, const Mo
 }
 
 // What a block needs beside what grows with the pool and the list.
-int64_t EmulateAllocateBytes() { return static_cast<int64_t>(sizeof(echo_ffi::AllocateShared<16>)); }
+int64_t EmulateAllocateBytes(int blocks) {
+  const size_t bytes = blocks == 2   ? sizeof(echo_ffi::AllocateShared<2>)
+                       : blocks == 8 ? sizeof(echo_ffi::AllocateShared<8>)
+                                     : sizeof(echo_ffi::AllocateShared<16>);
+  return static_cast<int64_t>(bytes);
+}
 
 }  // extern "C"
