@@ -9,7 +9,7 @@ compile  a whole step of 61 layers of DeepSeek-V3.2, from trace to executable
 rerecord buffers elsewhere than when the graph was recorded; a pool that was not committed to the device
 
 Layers are chained as a model chains them: what a layer selects depends on what the layer before it was given. The
-dependence is one addition that both sides of a ratio pay.
+dependence is one addition, a kernel of its own, that both sides of a ratio pay.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def one_step(config: CacheConfig, host_pool, layers, chosen, new_records, step, 
     staging, moved, after = recall.no_staging(config, config.seats), [], jnp.int32(0)
     layers = list(layers)
     for index in range(len(layers)):
-        selected = chosen + (after if maths is None else products(after, maths))
+        # As a selection leaves it: in memory. Else XLA would add in whatever reads it, where something of XLA's does.
+        selected = jax.lax.optimization_barrier(chosen + (after if maths is None else products(after, maths)))
         if config.offload:
             layers[index], slots, counts = recall.require(
                 config,
@@ -314,7 +315,8 @@ def kernels() -> None:
         (16, 16384, 65536, 40, True),
     ):
         config = cache(seats, context, slots, offload)
-        stepper = Stepper(config, misses, is_full=misses > 0, period=STEPS * (8 if misses else 1))
+        # Long enough that no call finds the rows of an earlier turn still there.
+        stepper = Stepper(config, misses, is_full=misses > 0, period=STEPS * (64 if misses else 1))
         whole = stepper.time_us(10).median / LAYERS
         of_name: dict[str, list[float]] = {}
         for name, took in kernel_times(stepper.run, repeats=1, sweep=False, warmup=0).kernels:
