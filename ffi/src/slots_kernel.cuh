@@ -52,12 +52,13 @@ __device__ void LoadSeen(Block<kBlocks>& block) {
     if (block.task.is_list_shared) {
       CopyAsync16(block.seen + at, found + at, min(count - at, 4) * 4);
     } else {
+#pragma unroll 1
       for (int i = at; i < min(count, at + 4); ++i) block.seen[i] = __ldcg(found + i);
     }
   }
 }
 
-// use(mention, what was found) for the whole list, four neighbours a thread and four such loads under way.
+// use(what was found) for every entry of the list, four neighbours a thread and four such loads under way.
 template <typename Use>
 __device__ void ForEachFound(const AllocateTask& task, Use use) {
   constexpr int kLoads = 4;
@@ -72,11 +73,11 @@ __device__ void ForEachFound(const AllocateTask& task, Use use) {
     }
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
-      const int m = round + load * kThreads * 4;
-      use(m, four[load].x);
-      use(m + 1, four[load].y);
-      use(m + 2, four[load].z);
-      use(m + 3, four[load].w);
+      if (round + load * kThreads * 4 >= task.length) break;  // whole warps, as a rule
+      use(four[load].x);
+      use(four[load].y);
+      use(four[load].z);
+      use(four[load].w);
     }
   }
 }
@@ -91,14 +92,13 @@ __device__ void ReadFound(Block<kBlocks>& block) {
   const auto mention_of_new = [&](int i) { return i / task.new_per_seat * task.per_seat + i % task.new_per_seat; };
   int i_of_new = threadIdx.x, of_new = i_of_new < new_rows ? __ldcg(task.found() + mention_of_new(i_of_new)) : kNoSlot;
   __syncthreads();  // marks are clear, counts zero
-  int missing = 0, mentions = 0, marked = 0;
-  ForEachFound(task, [&](int, int32_t found) {
+  int missing = 0, mentions = 0;
+  ForEachFound(task, [&](int32_t found) {
     missing += found == kMissing;
-    const uint32_t at = static_cast<uint32_t>(found) - first_slot;
-    if (found < 0 || at >= own_slots) return;
-    const uint32_t bit = 1u << at % 32;
+    const uint32_t at = static_cast<uint32_t>(found) - first_slot;  // beyond all slots where it is none
+    if (at >= own_slots) return;
     ++mentions;
-    marked += (atomicOr(&block.is_protected[at / 32], bit) & bit) == 0;
+    atomicOr(&block.is_protected[at / 32], 1u << at % 32);
   });
   int fresh = 0, fresh_before = 0;
 #pragma unroll 1
@@ -111,14 +111,19 @@ __device__ void ReadFound(Block<kBlocks>& block) {
   }
   missing = __reduce_add_sync(kAllLanes, missing);
   mentions = __reduce_add_sync(kAllLanes, mentions);
-  marked = __reduce_add_sync(kAllLanes, marked);
   if (Lane() == 0) {
     if (missing > 0) atomicAdd(&counted.missing, missing);
     if (mentions > 0) atomicAdd(&counted.mentions, mentions);
-    if (marked > 0) atomicAdd(&counted.marked, marked);
   }
   if (fresh > 0) atomicAdd(&counted.fresh, fresh);
   if (fresh_before > 0) atomicAdd(&counted.fresh_before, fresh_before);
+  __syncthreads();
+  int marked = 0;
+#pragma unroll 1
+  for (int word = threadIdx.x; word < block.words(); word += kThreads) marked += __popc(block.is_protected[word]);
+  marked = __reduce_add_sync(kAllLanes, marked);
+  if (Lane() == 0 && marked > 0) atomicAdd(&counted.marked, marked);
+  if (threadIdx.x == 0) atomicAdd(&counted.marked, static_cast<int>(own_slots) - block.words() * 32);  // bits of no slot
   __syncthreads();
 }
 
