@@ -46,18 +46,19 @@ def sparse_mla(
     latent          values of a row that are summed; the rest of it takes part in the logits only
 
     The reference covers everything. `mosaic_gpu` runs on a Hopper GPU (anywhere with `interpret`, the parameters of
-    the GPU interpreter) and covers bf16 and FP8 records of 512 + 64 values, up to 128 heads and T of 1 to 4; asked for
-    by name, it raises NotImplementedError with the quantity that it does not cover. `tuning` replaces its tuned one.
+    the GPU interpreter) and covers bf16 and FP8 records of 512 + 64 values, up to 128 heads, T of 1 to 4 and positive
+    scales; asked for by name, it raises NotImplementedError with the quantity that it does not cover. `tuning` replaces
+    its tuned one.
     """
     _check(query, records, slots, record_format, latent)
     if implementation not in (None, "reference", "mosaic_gpu"):
         raise ValueError(f"implementation {implementation!r} is unknown; use None, 'reference' or 'mosaic_gpu'")
     if implementation is None:
-        runs = _is_hopper() and _why_not_mosaic(query, record_format, latent) is None
+        runs = _is_hopper() and _why_not_mosaic(query, record_format, latent, scale) is None
         implementation = "mosaic_gpu" if runs else "reference"
     if implementation == "reference":
         return reference.sparse_mla(query, records, slots, scale, latent)
-    if (reason := _why_not_mosaic(query, record_format, latent)) is not None:
+    if (reason := _why_not_mosaic(query, record_format, latent, scale)) is not None:
         raise NotImplementedError(f"mosaic_gpu sparse MLA: {reason}; implementation='reference' covers it")
 
     seats, rows, heads, width = query.shape
@@ -84,7 +85,7 @@ def _table() -> list[dict[str, Any]]:
     return json.loads((Path(__file__).resolve().parent / "tuned.json").read_text(encoding="utf-8"))
 
 
-def _why_not_mosaic(query: jax.Array, record_format: str, latent: int) -> str | None:
+def _why_not_mosaic(query: jax.Array, record_format: str, latent: int, scale: float) -> str | None:
     _, rows, heads, width = query.shape
     if record_format == "f32":
         return "records are f32, and bf16 and fp8 are supported"
@@ -92,6 +93,8 @@ def _why_not_mosaic(query: jax.Array, record_format: str, latent: int) -> str | 
         return f"a record has {latent} + {width - latent} values, and 512 + 64 are supported"
     if heads > MOST_HEADS:
         return f"there are {heads} heads, and at most {MOST_HEADS} are supported"
+    if not scale > 0:
+        return f"the scale is {scale}, and only scales above 0 are supported"
     if rows > MOST_ROWS:
         return f"there are {rows} query rows a seat, and at most {MOST_ROWS} are supported"
     return None

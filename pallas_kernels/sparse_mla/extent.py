@@ -13,12 +13,10 @@ from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.sparse_mla.gather import TILE
 
@@ -46,29 +44,6 @@ def records_of_tile(slots: Any, row: Any, tile: Any, is_interpreted: bool) -> An
     if not is_interpreted:
         return _counted(records_voted(), slots, row, tile)
     return jnp.sum((slots[row, pl.ds(tile * TILE, TILE)] >= 0).astype(jnp.int32))
-
-
-def columns_of_tile(layout: Any, is_interpreted: bool) -> Any:
-    """i32[64], 0 to 63, laid out as wgmma has one value a column: a thread's pair of every eight.
-
-    Made anew wherever it is asked for: an iota would stay in 16 registers through a loop over tiles.
-    """
-    if is_interpreted:
-        return jnp.arange(TILE, dtype=jnp.int32)
-
-    def emit(context):
-        del context
-        i32 = ir.IntegerType.get_signless(32)
-        pair = ir.VectorType.get((2,), i32)
-        text = "mov.u32 $0, %laneid;  and.b32 $0, $0, 3;  shl.b32 $0, $0, 1;"
-        own = vector.broadcast(pair, utils.inline_ptx(text, result_types=i32, has_side_effects=True))
-        registers = np.empty((TILE // 8, 1, 1), object)
-        for index in range(TILE // 8):
-            steps = ir.DenseElementsAttr.get(np.array([8 * index, 8 * index + 1], np.int32), type=pair)
-            registers[index, 0, 0] = arith.addi(own, arith.constant(pair, steps))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
-
-    return plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((TILE,), jnp.int32, layout=layout))(emit)()
 
 
 def tiles_voted(most: int, tiles: int) -> str:

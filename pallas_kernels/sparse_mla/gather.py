@@ -47,6 +47,8 @@ _PLACE = f"""
   and.b32 half, q, 1;  shl.b32 half, half, 2;  add.u32 half, half, t;
   cvta.to.global.u64 pool, $0;
 """
+# Registers of `convert_fp8`, by two warpgroups, that `load_fp8` fills.
+AHEAD = (*(f"scale{index}" for index in range(4)), *(f"c{index}" for index in range(16)))
 # Where two warpgroups gather, the first (threads 256 on) has the first of a thread's two rows, the other the second.
 _SECOND = ".reg .b32 second;  mov.u32 second, %tid.x;  shr.u32 second, second, 7;  and.b32 second, second, 1;\n"
 
@@ -93,7 +95,8 @@ def convert_fp8(gatherers: int = 1) -> str:
 
     By one warpgroup, two half rows are in registers at a time, so that the loads of one run while the other is
     converted. By two, a thread has half the registers and half the work: 64 codes are in flight, and each block's place
-    is loaded again as soon as the block is stored. The L2 has been asked for the rows long before (`ask_for`).
+    is loaded again as soon as the block is stored; the first of them are operands (`load_fp8`), behind the slot. The L2
+    has been asked for the rows long before (`ask_for`).
     """
     text = [_PLACE, _rows(FP8_BYTES, gatherers)]
     codes = 32 // gatherers
@@ -103,7 +106,25 @@ def convert_fp8(gatherers: int = 1) -> str:
     text.append("shl.b32 place, t, 4;  cvt.u64.u32 sixteen, place;")
     text.append("shl.b32 even, t, 1;  xor.b32 even, even, q;  shl.b32 even, even, 4;")
     text.append("xor.b32 odd, even, 16;  add.u32 even, even, to;  add.u32 odd, odd, to;")
+    if gatherers == 2:
+        text += [f"mov.b32 {name}, ${4 + index};" for index, name in enumerate(AHEAD)]
     text += _one_row() if gatherers == 2 else _two_rows()
+    return "{" + "\n".join(text) + "}"
+
+
+def load_fp8() -> str:
+    """What a thread that carries one row of codes loads of it before it waits for the stage: its scales, and its share
+    of the first four blocks. Operands: these twenty words, the pool, the slot."""
+    text = [
+        ".reg .pred listed0;  .reg .b32 t, slot0;  .reg .b64 pool, from0, sixteen, address;",
+        f"cvta.to.global.u64 pool, ${len(AHEAD)};  setp.ge.s32 listed0, ${len(AHEAD) + 1}, 0;",
+        f"max.s32 slot0, ${len(AHEAD) + 1}, 0;  mad.wide.u32 from0, slot0, {FP8_BYTES}, pool;",
+        "mov.u32 t, %tid.x;  and.b32 t, t, 3;  shl.b32 t, t, 4;  cvt.u64.u32 sixteen, t;",
+        "add.u64 address, from0, sixteen;",
+        *_load(0, [f"${index}" for index in range(4)], f"[from0 + {LATENT}]"),
+    ]
+    for block in range(4):
+        text += _load(0, [f"${4 + 4 * block + i}" for i in range(4)], f"[address + {64 * block}]")
     return "{" + "\n".join(text) + "}"
 
 
@@ -117,10 +138,9 @@ def _two_rows() -> list[str]:
 
 
 def _one_row() -> list[str]:
-    """Four blocks of codes are in flight; the rope values follow them through the same registers."""
-    text = [*_load_scales(0), "add.u64 address, from0, sixteen;"]
-    for block in range(4):
-        text += _load_block(0, block, block)
+    """Four blocks of codes are in flight, the first ones since before the stage was waited for (`load_fp8`); the rope
+    values follow them through the same registers."""
+    text = ["add.u64 address, from0, sixteen;"]
     for block in range(BLOCKS - 1):
         text += _store_block(0, block, block % 4)
         if block < 4:
@@ -221,11 +241,7 @@ def slots_of_tile(slots: Any, row: Any, first: Any, gatherers: int, is_interpret
         i32 = ir.IntegerType.get_signless(32)
         operands = utils.memref_ptr(slots), first.registers.item()
         slot = utils.inline_ptx(own_slot(gatherers, index), *operands, result_types=i32, has_side_effects=True)
-        return mgpu.FragmentedArray(
-            _registers=np.array([utils.bitcast(slot, ir.VectorType.get((1,), i32))], object),
-            _layout=mgpu.WGStridedFragLayout((TILE * 2,), vec_size=1),
-            _is_signed=True,
-        )
+        return _of_threads(slot)
 
     own = plgpu.ShapeDtypeStruct((TILE * 2,), jnp.int32, layout=ONE_A_THREAD)
     read = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=own)
@@ -267,11 +283,43 @@ def _word(slot: Any) -> Any:
     return utils.bitcast(slot.registers.item(), ir.IntegerType.get_signless(32))
 
 
+def load_ahead(records: Any, listed: tuple[Any, ...], gatherers: int, is_interpreted: bool) -> tuple[Any, ...]:
+    """Words of the tile's records that can be on their way before there is a stage for them: `start_tile` wants them.
+
+    The latency of the L2 would otherwise follow the wait for the stage. None where rows pass no registers, and none
+    where a thread carries two rows.
+    """
+    if is_interpreted or gatherers == 1 or records.dtype != jnp.uint32:
+        return ()
+    word = plgpu.ShapeDtypeStruct((TILE * 2,), jnp.int32, layout=ONE_A_THREAD)
+
+    def emit(context, records, listed):
+        del context
+        i32 = ir.IntegerType.get_signless(32)
+        operands = utils.memref_ptr(records), _word(listed)
+        words = utils.inline_ptx(load_fp8(), *operands, result_types=[i32] * len(AHEAD), has_side_effects=True)
+        return tuple(map(_of_threads, words))
+
+    load = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ONE_A_THREAD), return_type=(word,) * len(AHEAD))
+    return load(emit)(records, *listed)
+
+
+def _of_threads(word: Any) -> Any:
+    """A register of each thread -> i32[128]."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.FragmentedArray(
+        _registers=np.array([utils.bitcast(word, ir.VectorType.get((1,), i32))], object),
+        _layout=mgpu.WGStridedFragLayout((TILE * 2,), vec_size=1),
+        _is_signed=True,
+    )
+
+
 def start_tile(
     records: Any,
     tiles: Any,
     stage: Any,
     listed: tuple[Any, ...],
+    ahead: tuple[Any, ...],
     gatherer: Any,
     gatherers: int,
     is_interpreted: bool,
@@ -281,6 +329,7 @@ def start_tile(
     records     the pool in device memory
     tiles       bf16[stages, 64, 576] in shared memory, a `wgmma_operand`
     listed      of `slots_of_tile`
+    ahead       of `load_ahead`
     gatherer    which of `gatherers` warpgroups, 1 or 2, this is: of two, each brings every second group of 8 rows
     """
     if is_interpreted:
@@ -288,13 +337,13 @@ def start_tile(
         return
     text = convert_fp8(gatherers) if records.dtype == jnp.uint32 else copy_bf16(gatherers)
 
-    def emit(context, records, tiles, stage, *listed):
+    def emit(context, records, tiles, stage, *words):
         del context
         pool, tile = utils.memref_ptr(records), utils.memref_ptr(tiles)
-        utils.inline_ptx(text, pool, tile, stage.registers.item(), *map(_word, listed), has_side_effects=True)
+        utils.inline_ptx(text, pool, tile, stage.registers.item(), *map(_word, words), has_side_effects=True)
 
-    types = (plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT, *(ONE_A_THREAD for _ in listed))
-    plgpu.inline_mgpu(arg_types=types)(emit)(records, tiles.ref, stage, *listed)
+    types = (plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT, *(ONE_A_THREAD for _ in (*listed, *ahead)))
+    plgpu.inline_mgpu(arg_types=types)(emit)(records, tiles.ref, stage, *listed, *ahead)
 
 
 def finish(is_interpreted: bool, pending: int = 0) -> None:

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
-from pallas_kernels.sparse_mla import combine, extent, gather, join
+from pallas_kernels.sparse_mla import combine, extent, gather, join, registers
 from pallas_kernels.sparse_mla.gather import LATENT, TILE, WIDTH
 
 HEADS = 64  # of a block: the rows of a wgmma
@@ -34,7 +34,7 @@ HALF = LATENT // MATH
 GATHERERS = {"bf16": 1, "fp8": 2}  # warpgroups that bring rows: conversion keeps two busy
 STAGES = 2  # tiles of records beside the queries in shared memory
 APART = 8  # columns from one pair that a thread has of a row to the next
-ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # one value a head, one value a record
+ROWS = plgpu.Layout.WGMMA.reduce(1)  # one value a head
 # Registers a thread, by gathering warpgroups, of those that weigh, follow and gather: three warpgroups of 168 are
 # launched, or four of 128. Both that attend have 128 of sums; logits and weights are 48 more.
 REGISTERS = {1: (232, 168, 104), 2: (216, 168, 64)}
@@ -118,6 +118,7 @@ class Refs:
     heads_full: Any
     tiles_full: Any
     tiles_empty: Any
+    shrink_full: Any
     weights_full: Any
     weights_empty: Any
     tiles_done: Any = None  # by both attending warpgroups, which then write over them
@@ -219,6 +220,7 @@ def _kernel(shape: Shape, interpret: Any) -> Any:
             heads_full=plgpu.Barrier(num_arrivals=1),
             tiles_full=plgpu.Barrier(num_arrivals=shape.gatherers, num_barriers=STAGES),
             tiles_empty=plgpu.Barrier(num_arrivals=MATH, num_barriers=STAGES),
+            shrink_full=plgpu.Barrier(num_arrivals=1),
             weights_full=plgpu.Barrier(num_arrivals=1),
             weights_empty=plgpu.Barrier(num_arrivals=1),
             **scratch,
@@ -300,6 +302,7 @@ def convert_tiles(shape: Shape, refs: Refs, place: Place, gatherer: Any, listed:
 
     def convert(index, carry):
         listed, following = carry
+        ahead = gather.load_ahead(refs.records, listed, shape.gatherers, shape.is_interpreted)
         gather.ask_for(refs.records, following, shape.gatherers, shape.is_interpreted)
         later = slots_of_tile(shape, refs, place, index + 2)
 
@@ -307,7 +310,7 @@ def convert_tiles(shape: Shape, refs: Refs, place: Place, gatherer: Any, listed:
         def _():
             plgpu.barrier_wait(refs.tiles_empty.at[stage_of(index)])
 
-        start(shape, refs, index, listed, gatherer)
+        start(shape, refs, index, listed, gatherer, ahead)
         gather.finish(shape.is_interpreted)
         plgpu.barrier_arrive(refs.tiles_full.at[stage_of(index)])
         return following, later
@@ -357,9 +360,9 @@ def slots_of_tile(shape: Shape, refs: Refs, place: Place, index: Any) -> Any:
     return gather.slots_of_tile(refs.slots, place.row, first, shape.gatherers, shape.is_interpreted)
 
 
-def start(shape: Shape, refs: Refs, index: Any, listed: Any, gatherer: Any) -> None:
-    stage = stage_of(index)
-    gather.start_tile(refs.records, refs.tiles, stage, listed, gatherer, shape.gatherers, shape.is_interpreted)
+def start(shape: Shape, refs: Refs, index: Any, listed: Any, gatherer: Any, ahead: tuple[Any, ...] = ()) -> None:
+    stage, is_interpreted = stage_of(index), shape.is_interpreted
+    gather.start_tile(refs.records, refs.tiles, stage, listed, ahead, gatherer, shape.gatherers, is_interpreted)
 
 
 # The attending roles.
@@ -372,28 +375,35 @@ def weigh(shape: Shape, refs: Refs, place: Place) -> None:
     """
     count = tiles_to_do(shape, refs, place)
     in_last = extent.records_of_tile(refs.slots, place.row, place.first_tile(shape) + count - 1, shape.is_interpreted)
-    to_exponent = jnp.float32(shape.scale * math.log2(math.e))
+    to_exponent = shape.scale * math.log2(math.e)
     plgpu.barrier_wait(refs.heads_full)
+
+    def hide_what_is_not_listed(products):
+        is_listed = registers.numbers_of_columns(TILE, shape.is_interpreted) < in_last
+        return jnp.where(lax.broadcast_in_dim(is_listed, (HEADS, TILE), (1,)), products, -jnp.inf)
 
     def weigh_tile(index, carry):
         totals, peak, masses = carry
         stage = stage_of(index)
         plgpu.barrier_wait(refs.tiles_full.at[stage])
-        is_listed = extent.columns_of_tile(COLUMNS, shape.is_interpreted) < jnp.where(index == count - 1, in_last, TILE)
-        is_listed = lax.broadcast_in_dim(is_listed, (HEADS, TILE), (1,))
-        logits = jnp.where(is_listed, logits_of_tile(refs, stage) * to_exponent, -jnp.inf)
-        higher = jnp.maximum(peak, jnp.max(logits, axis=1))
+        products = logits_of_tile(refs, stage)
+        products = lax.cond(index == count - 1, hide_what_is_not_listed, lambda products: products, products)
+        higher = jnp.maximum(peak, jnp.max(products, axis=1))
         base = jnp.where(higher == -jnp.inf, 0.0, higher)  # nothing listed so far: no infinity less infinity
-        weights = jnp.exp2(logits - over_columns(base, TILE))
-        shrink = jnp.exp2(peak - base)
-        rounded = weights.astype(jnp.bfloat16)
+        shrink = jnp.exp2((peak - base) * to_exponent)
 
         @pl.when(index > 0)
         def _():
             plgpu.barrier_wait(refs.weights_empty)
 
-        refs.weights[...] = rounded
         refs.of_heads[OfHeads.SHRINK] = shrink
+        plgpu.barrier_arrive(refs.shrink_full)  # the other's sums shrink while the weights are made
+        exponents = registers.multiply_add(
+            products, to_exponent, over_columns(base * -to_exponent, TILE), shape.is_interpreted
+        )
+        weights = jnp.exp2(exponents)
+        rounded = weights.astype(jnp.bfloat16)
+        refs.weights[...] = rounded
         gather.finish(shape.is_interpreted)
         plgpu.barrier_arrive(refs.weights_full)
         # What is not on the other's way: each thread's own masses, of every eighth pair of columns.
@@ -409,7 +419,7 @@ def weigh(shape: Shape, refs: Refs, place: Place) -> None:
     mass = jnp.sum(masses, axis=1)
     plgpu.barrier_wait(refs.weights_empty)
     refs.of_heads[OfHeads.MASS] = mass
-    refs.of_heads[OfHeads.LOGARITHM] = (peak + jnp.log2(mass)) * math.log(2.0)
+    refs.of_heads[OfHeads.LOGARITHM] = (peak * to_exponent + jnp.log2(mass)) * math.log(2.0)
     plgpu.barrier_arrive(refs.weights_full)
     finish(shape, refs, totals, mass, 0)
 
@@ -420,9 +430,10 @@ def follow(shape: Shape, refs: Refs, place: Place) -> None:
     def follow_tile(index, totals):
         stage = stage_of(index)
         plgpu.barrier_wait(refs.tiles_full.at[stage])
+        plgpu.barrier_wait(refs.shrink_full)
+        totals = shrunk(totals, plgpu.load(refs.of_heads.at[OfHeads.SHRINK], layout=ROWS, optimized=False))
         plgpu.barrier_wait(refs.weights_full)
-        shrink = plgpu.load(refs.of_heads.at[OfHeads.SHRINK], layout=ROWS, optimized=False)
-        totals = add_values(shape, refs, shrunk(totals, shrink), refs.weights, stage, 1)
+        totals = add_values(shape, refs, totals, refs.weights, stage, 1)
         plgpu.barrier_arrive(refs.tiles_empty.at[stage])
         plgpu.barrier_arrive(refs.weights_empty)
         return totals

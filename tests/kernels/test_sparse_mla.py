@@ -130,6 +130,7 @@ def test_the_kernel_compiles_for_an_h200_without_spills(case):
     [
         (dict(record_format="f32", records=np.zeros((9, 3, 192), np.float32)), "records are f32"),
         (dict(query=np.zeros((2, 1, 129, 576), np.float32)), "129 heads"),
+        (dict(scale=-1.0), "the scale is -1.0"),
         (dict(query=np.zeros((2, 5, 8, 576), np.float32), slots=np.zeros((2, 5, 64), np.int32)), "5 query rows"),
         (
             dict(

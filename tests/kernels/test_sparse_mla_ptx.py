@@ -27,8 +27,8 @@ class Threads:
         self.device, self.shared, self.count, self.cluster, self.registers = device, shared, count, cluster, {}
         self.first, self.touched, self.asked = first, 0, []
 
-    def run(self, text: str, *operands: int | np.ndarray) -> None:
-        for index, value in enumerate(operands):
+    def run(self, text: str, *operands: int | str | np.ndarray) -> None:
+        for index, value in reversed(list(enumerate(operands))):  # $12 before $1
             if isinstance(value, np.ndarray):
                 self.set(f"operand{index}", value.astype(np.uint32))
             text = text.replace(f"${index}", f"operand{index}" if isinstance(value, np.ndarray) else str(value))
@@ -205,9 +205,13 @@ def gathering(device: np.ndarray, shared: np.ndarray, text: str, listed: np.ndar
         threads = Threads(device, shared, 256 + 128 * number)
         threads.device, held = places, []
         for index in range(2 // gatherers):
-            threads.run(gather.own_slot(gatherers, index).replace("$0", "own"), 0, 0, 64)
+            threads.run(gather.own_slot(gatherers, index), "own", 0, 64)
             held.append(threads.value("own", np.uint32))
         threads.device = device
+        if text == gather.convert_fp8(2):
+            words = [f"word{index}" for index in range(len(gather.AHEAD))]
+            threads.run(gather.load_fp8(), *words, POOL, held[0])
+            held += [threads.value(word, np.uint32) for word in words]
         threads.run(text, *operands, *held)
         warpgroups.append(threads)
     return warpgroups
@@ -262,9 +266,9 @@ def test_a_part_s_tiles_and_its_last_one_s_records_are_counted(listed, first, mo
     slots = np.where(np.arange(64 * (tiles + 2)) < listed, 7, -1).astype(np.int32)
     slots[64 * tiles :] = 9  # the next row's
     threads = Threads(slots.view(np.uint8), np.zeros(0, np.uint8))
-    threads.run(extent.tiles_voted(most, tiles).replace("$0", "found"), 0, 0, first)
+    threads.run(extent.tiles_voted(most, tiles), "found", 0, first)
     count = threads.value("found", np.uint32)
-    threads.run(extent.records_voted().replace("$0", "inside"), 0, 0, first + int(count[0]) - 1)
+    threads.run(extent.records_voted(), "inside", 0, first + int(count[0]) - 1)
     inside = threads.value("inside", np.uint32)
     assert (set(count.tolist()), set(inside.tolist())) == ({wanted[0]}, {wanted[1]})
 
