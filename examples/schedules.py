@@ -133,7 +133,8 @@ def run(
 
     buffers: dict[str, tuple] = {name: () for name in names}
     filled: list[Any] = []
-    full = max(0, count - (last - first))  # rounds with every stage busy
+    # Rounds with every stage busy. Without a scan over them each number is a constant, by which XLA can pick an item.
+    full = 0 if unroll else max(0, count - (last - first))
     for number, round_ in zip(range(first, count + last), schedule.rounds(count), strict=True):
         if full and number == last:
 
@@ -142,8 +143,8 @@ def run(
                 parts, buffers, kept = one_round(number, parts, buffers, names)
                 return (parts, buffers), kept
 
-            numbers = np.arange(last, last + full, dtype=np.int32)  # known to the compiler, where it unrolls
-            (parts, buffers), kept = lax.scan(body, (parts, buffers), numbers, unroll=unroll)
+            numbers = jnp.arange(last, last + full, dtype=jnp.int32)
+            (parts, buffers), kept = lax.scan(body, (parts, buffers), numbers)
             filled.append(kept)
         elif not full or not last <= number < last + full:
             parts, buffers, kept = one_round(number, parts, buffers, [name for name, _ in round_])
