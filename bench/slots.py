@@ -320,8 +320,10 @@ def step_of_plan(load: Load, slot_manager: str):
 
 
 def time_of(times: KernelTimes, name: str, launch: int = 0) -> float:
-    """us of the `launch`-th kernel whose name holds `name`."""
-    return [time.median for kernel, time in times.kernels if name in kernel][launch]
+    """us of the `launch`-th kernel whose name holds `name`; 0 where there is none, as no look is launched for a short
+    list."""
+    found = [time.median for kernel, time in times.kernels if name in kernel]
+    return found[launch] if found else 0.0
 
 
 def kernel_time_of(load: Load, blocks: int, calls: int = 10) -> tuple[Measurement, Measurement, Any]:
