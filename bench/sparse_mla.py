@@ -60,7 +60,7 @@ TUNINGS = {
     (8, 128): (Tuning(8), Tuning(8, 2)),
     (32, 128): (Tuning(2, 2), Tuning(2), Tuning(4, 2)),
     (128, 128): (Tuning(1),),
-    (1, 128): (Tuning(32), Tuning(16), Tuning(32, 2)),
+    (1, 128): (Tuning(32), Tuning(32, heads=32), Tuning(32, 2)),
     (8, 16): (Tuning(16), Tuning(8), Tuning(16, 2)),
     (32, 64): (Tuning(4), Tuning(4, 2)),
 }
@@ -121,7 +121,7 @@ def tunings_to_check(case: cases.Case) -> list[Tuning]:
     elif case.name == "k_zero":
         found += [Tuning(2, 2), Tuning(5)]
     elif case.name == "full":
-        found += [Tuning(8, 4), Tuning(32, 8)]
+        found += [Tuning(8, 4), Tuning(32, 8), Tuning(16, heads=32)]
     return found
 
 
@@ -200,9 +200,10 @@ def cut_of(tuning: Tuning) -> dict[str, int]:
 
 
 def describe(tuning: Tuning) -> str:
-    """Parts/cluster; g: gatherers, where they are not the kernel's choice."""
+    """Parts/cluster; g: gatherers, where they are not the kernel's choice; h: heads of a block, where not 64."""
     gatherers = f"g{tuning.gatherers}" if tuning.gatherers else ""
-    return f"{tuning.splits}/{tuning.cluster}{gatherers}"
+    heads = f"h{tuning.heads}" if tuning.heads < mosaic_gpu.HEADS else ""
+    return f"{tuning.splits}/{tuning.cluster}{gatherers}{heads}"
 
 
 def teraflops(shape: Shape, microseconds: float) -> float:

@@ -55,11 +55,14 @@ class Tuning:
     splits    parts of each list, attended to by blocks of their own
     cluster   of these, that join in shared memory: 1, 2, 4 or 8; the rest is combined by a second kernel
     gatherers   warpgroups of a block that bring rows, 1 or 2; bits do not depend on it. None: 2 for FP8 records
+    heads     of a block, a multiple of 8; bits do not depend on it. Less than 64 leave tensor cores without work, and a
+              multiprocessor with less to store
     """
 
     splits: int = 1
     cluster: int = 1
     gatherers: int | None = None
+    heads: int = HEADS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Shape:
 
     rows: int  # query rows of all seats
     heads: int  # a multiple of 8
+    heads_together: int  # of a block
     places: int  # of a list, a multiple of 64
     splits: int
     cluster: int
@@ -84,8 +88,8 @@ class Shape:
 
     @property
     def groups(self) -> int:
-        """Of 64 heads, each with blocks of its own."""
-        return -(-self.heads // HEADS)
+        """Of heads, each with blocks of its own."""
+        return -(-self.heads // self.heads_together)
 
     @property
     def tiles(self) -> int:
@@ -131,7 +135,7 @@ class Place:
     row: Any  # query row
     part: Any  # of its list, of those that are written
     member: Any  # of the cluster
-    group: Any  # of 64 heads
+    group: Any  # of heads
 
     def first_tile(self, shape: Shape) -> Any:
         return (self.part * shape.cluster + self.member) * shape.tiles_of_split
@@ -155,6 +159,7 @@ def attend_rows(
     shape = Shape(
         rows,
         heads,
+        tuning.heads,
         slots.shape[1],
         splits,
         cluster,
@@ -264,7 +269,7 @@ def load_heads(shape: Shape, refs: Refs, place: Place) -> None:
     for queries too: no head's result depends on another's query, and nobody reads theirs."""
 
     def load(count):
-        heads = refs.query.at[place.row, pl.ds(place.group * HEADS, count)]
+        heads = refs.query.at[place.row, pl.ds(place.group * shape.heads_together, count)]
         plgpu.copy_gmem_to_smem(heads, refs.heads.at[pl.ds(0, count)], refs.heads_full)
 
     for_heads(shape, place, load)
@@ -272,11 +277,11 @@ def load_heads(shape: Shape, refs: Refs, place: Place) -> None:
 
 def for_heads(shape: Shape, place: Place, action: Callable[[int], None]) -> None:
     """Calls `action` with how many heads this block has, a number that the compiler knows."""
-    rest = shape.heads % HEADS
+    rest = shape.heads % shape.heads_together
     if rest == 0 or shape.groups == 1:
-        action(rest or HEADS)
+        action(rest or shape.heads_together)
     else:
-        lax.cond(place.group == shape.groups - 1, lambda: action(rest), lambda: action(HEADS))
+        lax.cond(place.group == shape.groups - 1, lambda: action(rest), lambda: action(shape.heads_together))
 
 
 def fill(shape: Shape, refs: Refs, place: Place, gatherer: Any) -> None:
@@ -454,7 +459,7 @@ def finish(shape: Shape, refs: Refs, totals: Any, mass: Any, role: int) -> None:
     if shape.is_interpreted:
 
         def store(count):
-            heads = pl.ds(place.group * HEADS, count)
+            heads = pl.ds(place.group * shape.heads_together, count)
             for columns, out in zip(columns_of_totals(shape, role), outs, strict=True):
                 refs.out[place.row, place.part, heads, columns] = out[:count]
             if role == 0:
@@ -466,8 +471,9 @@ def finish(shape: Shape, refs: Refs, totals: Any, mass: Any, role: int) -> None:
     plgpu.barrier_wait(refs.tiles_done)  # the other half may still be reading what is written over now
     for index, out in enumerate(outs):
         join.leave_part(refs.tiles, out, role * shape.totals + index, width)
-    results = [array.at[place.row, place.part, pl.ds(place.group * HEADS, HEADS)] for array in (refs.out, refs.lse)]
-    heads = jnp.minimum(shape.heads - place.group * HEADS, HEADS)
+    first = place.group * shape.heads_together
+    results = [array.at[place.row, place.part, pl.ds(first, HEADS)] for array in (refs.out, refs.lse)]
+    heads = jnp.minimum(shape.heads - first, shape.heads_together)
     logarithms = refs.of_heads.at[OfHeads.LOGARITHM]
     if shape.cluster == 1:
         plgpu.commit_smem()

@@ -74,6 +74,13 @@ def test_a_split_list_is_combined():
     inputs.judge(*interpret(case, inputs, splits=4), tensor_core=True)
 
 
+def test_a_block_can_have_fewer_heads_than_a_product_has_rows():
+    """Blocks of 16 heads, and one of the 8 that are left."""
+    case = cases.Case("heads", "fp8", ((100,),), heads=40)
+    inputs = cases.make(case)
+    inputs.judge(*interpret(case, inputs, heads=16), tensor_core=True)
+
+
 def test_every_stage_is_used_again():
     """Seven tiles through two stages."""
     case = cases.Case("stages", "fp8", ((430,),), places=448)
@@ -185,7 +192,9 @@ def test_the_tuned_table_covers_every_size():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tuning", [Tuning(1), Tuning(1, 1, 1), Tuning(4, 4), Tuning(32, 8), Tuning(5)], ids=str)
+@pytest.mark.parametrize(
+    "tuning", [Tuning(1), Tuning(1, 1, 1), Tuning(4, 4), Tuning(32, 8), Tuning(5), Tuning(2, heads=32)], ids=str
+)
 @pytest.mark.parametrize("case", cases.CORNERS + cases.FULL, ids=cases.identifier)
 def test_the_kernel_on_the_gpu(case, tuning):
     inputs = cases.make(case)
