@@ -175,6 +175,8 @@ def scorer_operands(config: CacheConfig, state: LayerState, view: StepView, inpu
     """What both scorers take first, and the implementation that is asked for."""
     assert inputs.index_query is not None and inputs.index_weights is not None and state.index_keys is not None
     query, weights = config.keys.prepare_query(inputs.index_query, inputs.index_weights)
+    # Exact, as its values are those of this type; behind the barrier a kernel of its own would do it.
+    query = query.astype(jnp.float8_e4m3fn if config.keys.name == "fp8" else config.keys.dtype)
     # The barriers keep XLA from fusing the scores differently in the resident and in the offloaded program.
     query, weights, pages = lax.optimization_barrier((query, weights, page_numbers(view.rows)))
     wanted = None if config.score_implementation == "auto" else config.score_implementation
