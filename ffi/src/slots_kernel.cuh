@@ -2,7 +2,8 @@
 //
 // What allocate means stands in pool.allocate of echo_jax/pool.py. How it goes:
 //
-//   Look     slots_look.cuh: which rows have a slot, and what follows for those. Of a long list a kernel of its own on all SMs.
+//   Look     slots_look.cuh: which rows have a slot, and what follows for those. Of a long list a kernel of its own on all
+//            SMs.
 //   -------- its end, or a barrier
 //   Read     every block goes through what was found, marks the slots of its own that were named, and counts: which slots
 //            were hit, which of them more than once, how many rows are missing. All blocks come to the same answer without
@@ -181,8 +182,7 @@ __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
     shared.fills = counted.fresh;
   }
   __syncthreads();
-  Rank(block);
-  Finish(block, [](int) { return kNoSlot; });
+  Finish(block, ListWanted(block), [](int) { return kNoSlot; });
   ECHO_PHASE(Finished);
   return true;
 }
