@@ -80,6 +80,21 @@ def why_not() -> str | None:
     return None
 
 
+def need_cuda_handlers() -> None:
+    """The library's CUDA handlers, without which XLA does not know whether a call may join a graph. Where a CUDA
+    compiler is, their absence is a failure and not a reason to skip."""
+    import pytest
+
+    from echo_jax import _ffi
+
+    try:
+        _ffi.register_for("gpu")
+    except RuntimeError as error:
+        if shutil.which("nvcc"):
+            pytest.fail(f"there is a CUDA compiler, but no handlers: {error}")
+        pytest.skip(str(error))
+
+
 def device(shape: Sequence[int], dtype: Any, mesh: jax.sharding.Mesh | None = None) -> jax.ShapeDtypeStruct:
     """An argument in device memory; with a mesh of `cpu_mesh`, replicated over it."""
     sharding = NamedSharding(mesh or cpu_mesh(1), PartitionSpec())

@@ -1,14 +1,12 @@
 """A schedule of the bench, compiled for an H200: one graph that copies no pool; a recall may run beside scores."""
 
 import re
-import shutil
 
 import jax.numpy as jnp
 import pytest
 
 from bench.prefetch_programs import job_of
 from bench.prefetch_stages import RECORDS, Line, Sizes
-from echo_jax import _ffi
 from tests.aot import compile as aot
 
 
@@ -24,12 +22,7 @@ def test_a_recall_crosses_while_the_next_group_is_scored():
 
     They did once: a word of the next group lay where the recall's list had been, so it had to be there first.
     """
-    try:
-        _ffi.register_for("gpu")
-    except RuntimeError as error:
-        if shutil.which("nvcc"):
-            pytest.fail(f"there is a CUDA compiler, but no handlers: {error}")
-        pytest.skip(str(error))
+    aot.need_cuda_handlers()
     sizes, line = Sizes(groups=(1, 2), implementation="mosaic_gpu"), Line("depth 1", 2)
     job = job_of(sizes, line, aot.host((9, sizes.host_rows, *RECORDS.shape), jnp.uint32))
     compiled = aot.compile_for_h200(

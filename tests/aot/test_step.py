@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from echo_jax import _ffi, decode
+from echo_jax import decode
 from echo_jax import state as state_lib
 from echo_jax.threshold import Listing
 from tests import scenarios
-from tests.aot.compile import Compiled, compile_for_h200, cpu_mesh, device, host, why_not
+from tests.aot.compile import Compiled, compile_for_h200, cpu_mesh, device, host, need_cuda_handlers, why_not
 from tests.test_lossless import GLM, PLAIN
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -52,14 +51,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def cuda_handlers():
-    """The library's CUDA handlers, without which XLA does not know whether a call may join a graph. Where a CUDA
-    compiler is, their absence is a failure and not a reason to skip."""
-    try:
-        _ffi.register_for("gpu")
-    except RuntimeError as error:
-        if shutil.which("nvcc"):
-            pytest.fail(f"there is a CUDA compiler, but no handlers: {error}")
-        pytest.skip(str(error))
+    need_cuda_handlers()
 
 
 def configure(offload: bool = True, fp8: bool = False, tokens_per_step: int = 1, **changes) -> decode.DecodeConfig:

@@ -25,13 +25,7 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
 
 @pytest.fixture(scope="module")
 def cuda_library():
-    """The targets registered for CUDA. Where nvcc is, their absence is a failure and not a reason to skip."""
-    try:
-        _ffi.register_for("gpu")
-    except RuntimeError as error:
-        if shutil.which("nvcc"):
-            pytest.fail(f"there is an nvcc, but no CUDA handlers: {error}")
-        pytest.skip(str(error))
+    aot.need_cuda_handlers()
 
 
 # ---- compiled --------------------------------------------------------------------------------------------
