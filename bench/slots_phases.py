@@ -73,7 +73,7 @@ def allocate(maps, rows, priority, staged, *, per_seat: int, new_per_seat: int):
     """As pool.allocate by the library, of the instrumented kernels."""
     numbers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     given = pool.leaves(maps)
-    lists, scratch = (numbers(rows.shape),) * 5, numbers((11 * rows.shape[0] + 4,))
+    lists, scratch = (numbers(rows.shape),) * 5, numbers((10 * rows.shape[0] + 4,))
     results = (*map(jax.typeof, given), *lists, *(numbers(()),) * 6, scratch)
     call = jax.ffi.ffi_call("bench_phases_allocate", results, input_output_aliases={i: i for i in range(4)})
     sizes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat), "blocks": np.int64(BLOCKS)}

@@ -2,8 +2,7 @@
 //
 // What allocate means stands in pool.allocate of echo_jax/pool.py. How it goes:
 //
-//   Look     slots_look.cuh: which rows have a slot, and what follows for those. Of a long list a kernel of its own on all
-//            SMs.
+//   Look     slots_look.cuh: which rows have a slot, and what follows for those. Of a long list a kernel of its own on all SMs.
 //   -------- its end, or a barrier
 //   Read     every block goes through what was found, marks the slots of its own that were named, and counts: which slots
 //            were hit, which of them more than once, how many rows are missing. All blocks come to the same answer without
@@ -182,7 +181,8 @@ __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
     shared.fills = counted.fresh;
   }
   __syncthreads();
-  Finish(block, ListWanted(block), [](int) { return kNoSlot; });
+  Rank(block);
+  Finish(block, [](int) { return kNoSlot; });
   ECHO_PHASE(Finished);
   return true;
 }

@@ -1,5 +1,5 @@
-// The look of the slot manager: which of the mentioned rows have a slot. Every mention is looked at by itself, of a long
-// list by as many SMs as there are: it takes scattered accesses to memory, of which one SM does not do many at a time.
+// The look of the slot manager: which of the mentioned rows have a slot. Every mention is looked at by itself, of a long list
+// by as many SMs as there are: what it takes are scattered accesses to memory, of which one SM does not do many at a time.
 //
 //   a row that has a slot      gives it its priority; where several mentions name it, any of theirs stays for now
 //   a row that has none        leaves its marker in slot_of, of which the lowest, the first mention's, stays. Another look

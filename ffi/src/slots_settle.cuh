@@ -1,7 +1,7 @@
 // How missing rows get slots. Knows the entries as the look left them in Block::seen.
 //
-//   Rank     entries that want a slot or are filled are listed; those of missing rows read who was first; firsts are counted in
-//            list order; later mentions hand their priority to the first; staged rows find the first mention of their row.
+//   Rank     the entries of missing rows read who was first; firsts are counted in list order; later mentions hand their
+//            priority to the first; staged rows find the first mention of their row.
 //   -------- barrier: how many firsts each block has, and the lowest samples of all
 //   Collect  the bound of the lowest slots is guessed, and what lies below it goes to every block
 //   -------- barrier
@@ -25,72 +25,58 @@ namespace echo_ffi {
 
 // ---- Rank --------------------------------------------------------------------------------------------------------------
 
-// Lists the block's entries that want a slot or are filled, so that each has a thread, wherever they stand; how many.
-template <int kBlocks>
-__device__ int ListWanted(Block<kBlocks>& block) {
-  int32_t* totals = block.shared.totals;
-  const auto is_wanted = [&](int m) {
-    const int32_t seen = m < block.run_end ? block.seen[m - block.begin] : kNoSlot;
-    return seen < kNoSlot || (seen != kNoSlot && block.IsNew(m));
-  };
-  int in_warp = 0;
-#pragma unroll 1
-  for (int round = block.run_begin; round < block.run_end; round += 32) {
-    in_warp += __popc(__ballot_sync(kAllLanes, is_wanted(round + Lane())));
-  }
-  if (Lane() == 0) totals[Warp()] = in_warp;
-  __syncthreads();
-  const Prefix prefix = PrefixOfWarps(totals);
-  if (in_warp > 0) {
-    int next = prefix.before;
-#pragma unroll 1
-    for (int round = block.run_begin; round < block.run_end; round += 32) {
-      const bool is_one = is_wanted(round + Lane());
-      const unsigned lanes = __ballot_sync(kAllLanes, is_one);
-      if (is_one) block.wanted[next + __popc(lanes & ((1u << Lane()) - 1))] = round + Lane();
-      next += __popc(lanes);
-    }
-  }
-  __syncthreads();
-  return prefix.total;
-}
+// What is wanted of 32 entries of a warp's run, one a lane.
+struct Wanted {
+  int32_t seen;   // NO_SLOT beyond the run
+  bool is_first;  // to mention a missing row, once markers are read
+  bool is_new;
 
-// First mentions and entries to fill: of the threads before this one, or of all.
-struct Ranks {
-  int firsts, fills;
+  template <int kBlocks>
+  __device__ Wanted(const Block<kBlocks>& block, int m)
+      : seen(m < block.run_end ? block.seen[m - block.begin] : kNoSlot),
+        is_first(seen < kNoSlot && seen == block.task.MarkerOf(m)),
+        is_new(seen != kNoSlot && block.IsNew(m)) {}
+
+  // Whether none of the warp's lanes wants anything.
+  __device__ bool IsNothing() const { return __ballot_sync(kAllLanes, seen < kNoSlot || is_new) == 0; }
 };
 
-// Counted together, at most kThreads of each.
-__device__ inline Prefix CountBoth(bool is_first, bool is_filled, int* totals) {
-  static_assert(kThreads < 1 << 15, "both fit one number");
-  return BlockSum(static_cast<int>(is_first) | static_cast<int>(is_filled) << 16, totals);
-}
-__device__ inline Ranks RanksOf(int both) { return {both & 0xffff, both >> 16}; }
-
-// The `count` wanted entries of missing rows read who was first. How many firsts there are, and how many entries to fill.
+// Counts the block's firsts and its fills by warp. Leaves shared.warp_first and warp_fill in use.
 template <int kBlocks>
-__device__ Ranks Rank(Block<kBlocks>& block, int count) {
+__device__ void Rank(Block<kBlocks>& block) {
+  auto& shared = block.shared;
   const AllocateTask& task = block.task;
-  Ranks all{0, 0};
+  int first_in_warp = 0, fill_in_warp = 0;
 #pragma unroll 1
-  for (int base = 0; base < count; base += kThreads) {
-    const int i = base + static_cast<int>(threadIdx.x);
-    const bool is_there = i < count;
-    const int m = is_there ? block.wanted[i] : 0;
-    bool is_first = false;
-    if (is_there && block.seen[m - block.begin] < kNoSlot) {
-      const int32_t marker = __ldcg(task.slot_of + __ldcg(task.row() + m));
+  for (int round = block.run_begin; round < block.run_end; round += 32) {
+    const int m = round + Lane();
+    const Wanted wanted(block, m);
+    if (wanted.IsNothing()) continue;
+    const bool is_missing = wanted.seen < kNoSlot;
+    const int32_t marker = is_missing ? __ldcg(task.slot_of + __ldcg(task.row() + m)) : kNoSlot;
+    const bool is_first = is_missing && marker == task.MarkerOf(m);
+    if (is_missing) {
       block.seen[m - block.begin] = marker;
-      is_first = marker == task.MarkerOf(m);
       if (!is_first) atomicMax(task.best() + task.MentionOf(marker), Clamped(task.touched[m]));
     }
-    const Prefix prefix = CountBoth(is_first, is_there && (is_first || block.IsNew(m)), block.shared.totals);
-    const Ranks total = RanksOf(prefix.total);
-    if (is_first) task.order()[m] = all.firsts + RanksOf(prefix.before).firsts;
-    all = {all.firsts + total.firsts, all.fills + total.fills};
-    __syncthreads();  // the totals have been read
+    first_in_warp += __popc(__ballot_sync(kAllLanes, is_first));
+    fill_in_warp += __popc(__ballot_sync(kAllLanes, is_first || wanted.is_new));
   }
-  return all;
+  if (Lane() == 0) {
+    shared.warp_first[Warp()] = first_in_warp;
+    shared.warp_fill[Warp()] = fill_in_warp;
+  }
+  __syncthreads();
+  if (first_in_warp == 0) return;
+  int next = PrefixOfWarps(shared.warp_first).before;
+#pragma unroll 1
+  for (int round = block.run_begin; round < block.run_end; round += 32) {
+    const int m = round + Lane();
+    const bool is_first = Wanted(block, m).is_first;
+    const unsigned lanes = __ballot_sync(kAllLanes, is_first);
+    if (is_first) task.order()[m] = next + __popc(lanes & ((1u << Lane()) - 1));
+    next += __popc(lanes);
+  }
 }
 
 // Staged rows find the first mention of their row, wherever it is.
@@ -122,41 +108,39 @@ __device__ bool TakeSlot(Block<kBlocks>& block, int32_t row, int32_t slot, int32
   return block.IsRow(victim);
 }
 
-// slot_of_rank(rank) is the slot of the missing row of that rank. Of the block's `count` wanted entries, whose markers are
-// read; what other blocks fill and take before is known.
+// slot_of_rank(rank) is the slot of the missing row of that rank. Who fills what is known of every block and warp.
 template <int kBlocks, typename SlotOfRank>
-__device__ void Finish(Block<kBlocks>& block, int count, SlotOfRank slot_of_rank) {
+__device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
   auto& shared = block.shared;
   const AllocateTask& task = block.task;
-  Ranks before{shared.first_before[block.rank], shared.fill_before};
+  int next_first = shared.first_before[block.rank] + PrefixOfWarps(shared.warp_first).before;
+  int next_fill = shared.fill_before + PrefixOfWarps(shared.warp_fill).before;
   const int new_rows = task.length / task.per_seat * task.new_per_seat;
   int useful = 0, recalled = 0, evicted = 0;
 #pragma unroll 1
-  for (int base = 0; base < count; base += kThreads) {
-    const int i = base + static_cast<int>(threadIdx.x);
-    const bool is_there = i < count;
-    const int m = is_there ? block.wanted[i] : 0;
-    const int32_t seen = is_there ? block.seen[m - block.begin] : kNoSlot;
-    const bool is_first = seen < kNoSlot && seen == task.MarkerOf(m), is_new = is_there && block.IsNew(m);
-    const bool is_filled = is_first || is_new;
-    // On their way while the block counts.
+  for (int round = block.run_begin; round < block.run_end; round += 32) {
+    const int m = round + Lane();
+    const Wanted wanted(block, m);
+    if (wanted.IsNothing()) continue;
+    const bool is_filled = wanted.is_first || wanted.is_new;
+    const unsigned firsts = __ballot_sync(kAllLanes, wanted.is_first), filled = __ballot_sync(kAllLanes, is_filled);
+    const unsigned below = (1u << Lane()) - 1;
+    // Together, and before any of them is waited for.
     const int32_t row = is_filled ? __ldcg(task.row() + m) : kNoRow;
-    const int32_t best = is_first ? __ldcg(task.best() + m) : 0;
-    const int32_t place = is_first ? __ldcg(task.place() + m) : INT32_MAX;
-    const Prefix prefix = CountBoth(is_first, is_filled, shared.totals);
-    const Ranks own = RanksOf(prefix.before), total = RanksOf(prefix.total);
-    int32_t slot = seen;
-    if (is_first) {
-      slot = slot_of_rank(before.firsts + own.firsts);
+    const int32_t best = wanted.is_first ? __ldcg(task.best() + m) : 0;
+    const int32_t place = wanted.is_first ? __ldcg(task.place() + m) : INT32_MAX;
+    int32_t slot = wanted.seen;
+    if (wanted.is_first) {
+      slot = slot_of_rank(next_first + __popc(firsts & below));
       evicted += TakeSlot(block, row, slot, best);
-    } else if (seen < kNoSlot) {
-      const int first = task.MentionOf(seen);
+    } else if (wanted.seen < kNoSlot) {
+      const int first = task.MentionOf(wanted.seen);
       slot = slot_of_rank(shared.first_before[first / task.segment] + __ldcg(task.order() + first));
     }
-    if (seen < kNoSlot) task.GiveSlot(m, slot);
+    if (wanted.seen < kNoSlot) task.GiveSlot(m, slot);
     if (is_filled) {
       int32_t source = kSourceHost;
-      if (is_new) {
+      if (wanted.is_new) {
         source = Entry(task, m).AmongNew();
       } else if (place != INT32_MAX) {
         source = new_rows + place;
@@ -164,14 +148,14 @@ __device__ void Finish(Block<kBlocks>& block, int count, SlotOfRank slot_of_rank
       } else {
         ++recalled;
       }
-      const int to = before.fills + own.fills;
+      const int to = next_fill + __popc(filled & below);
       task.fill_rows[to] = row;
       task.fill_slots[to] = slot;
       task.fill_mention[to] = m;
       task.fill_source[to] = source;
     }
-    before = {before.firsts + total.firsts, before.fills + total.fills};
-    __syncthreads();  // the totals have been read
+    next_first += __popc(firsts);
+    next_fill += __popc(filled);
   }
   useful = __reduce_add_sync(kAllLanes, useful);
   recalled = __reduce_add_sync(kAllLanes, recalled);
@@ -208,17 +192,20 @@ __device__ int CountBefore(Block<kBlocks>& block) {
 template <int kBlocks>
 __device__ void Settle(Block<kBlocks>& block, int missing, const Samples<kBlocks>& samples) {
   auto& shared = block.shared;
-  const int count = ListWanted(block);
-  const Ranks own = Rank(block, count);
+  Rank(block);
   ECHO_PHASE(Ranked);
   FindStaged(block);
   const bool is_single = missing == 1, is_guessed = !is_single && IsGuessed(missing, block.task.device_slots);
   ClusterWait();
   ECHO_PHASE(AllStarted);
   if (is_single || is_guessed) ShareLows(block, is_single ? LowestSlot(block) : samples.Lowest());
-  if (threadIdx.x < kBlocks) {
-    *Remote(&shared.first_of_blocks[block.rank], threadIdx.x) = own.firsts;
-    *Remote(&shared.fill_of_blocks[block.rank], threadIdx.x) = own.fills;
+  if (Warp() == kWarps - 1) {
+    const int firsts = __reduce_add_sync(kAllLanes, shared.warp_first[Lane()]);
+    const int fills = __reduce_add_sync(kAllLanes, shared.warp_fill[Lane()]);
+    if (Lane() < kBlocks) {
+      *Remote(&shared.first_of_blocks[block.rank], Lane()) = firsts;
+      *Remote(&shared.fill_of_blocks[block.rank], Lane()) = fills;
+    }
   }
   ECHO_PHASE(Shared);
   ClusterSync();
@@ -227,7 +214,7 @@ __device__ void Settle(Block<kBlocks>& block, int missing, const Samples<kBlocks
   if (is_single) {
     const uint64_t lowest = LowestOfWarp(LowOfGroup(block));
     __syncthreads();
-    Finish(block, count, [lowest](int) { return lowest == kNoKey ? kNoSlot : static_cast<int32_t>(lowest & 0xffffffffu); });
+    Finish(block, [lowest](int) { return lowest == kNoKey ? kNoSlot : static_cast<int32_t>(lowest & 0xffffffffu); });
     ECHO_PHASE(Finished);
     return;
   }
@@ -244,11 +231,11 @@ __device__ void Settle(Block<kBlocks>& block, int missing, const Samples<kBlocks
     ECHO_PHASE(AllChosen);
   }
   if (is_enough) {
-    Finish(block, count, [&](int rank) { return shared.guess.taken[rank]; });
+    Finish(block, [&](int rank) { return shared.guess.taken[rank]; });
   } else {
     const Taken taken = SelectLowest(block, rows);
     ECHO_PHASE(Selected);
-    Finish(block, count, [&](int rank) { return rank < taken.count ? __ldcg(taken.slots + rank) : kNoSlot; });
+    Finish(block, [&](int rank) { return rank < taken.count ? __ldcg(taken.slots + rank) : kNoSlot; });
   }
   ECHO_PHASE(Finished);
 }

@@ -42,8 +42,7 @@ struct AllocateTask {
   bool is_list_shared;   // what the block's entries were found to be is kept in shared memory; else in scratch
   bool is_look_apart;    // the look is a kernel of its own
 
-  // Scratch by mention. Parts 3 to 6 are what is sorted; behind part 8, which ends with whole 16 bytes, are Block::seen
-  // and Block::wanted.
+  // Scratch by mention. Parts 3 to 6 are what is sorted; behind part 8, which ends with whole 16 bytes, is Block::seen.
   __device__ int32_t* Scratch(int part) const { return scratch + part * static_cast<int64_t>(length); }
   __device__ int32_t* place() const { return Scratch(0); }  // of a missing row: lowest place in staged
   __device__ int32_t* best() const { return Scratch(1); }   // of a missing row: highest priority given
@@ -138,7 +137,8 @@ struct alignas(16) AllocateShared {
   int32_t first_before[kBlocks];
   int32_t fill_before;  // entries to fill before this block's part of the list
   int32_t fills;        // and in it
-  int32_t totals[kWarps];
+  int32_t warp_first[kWarps];
+  int32_t warp_fill[kWarps];
 };
 
 template <int kBlocks>
@@ -150,7 +150,6 @@ struct Block {
   int32_t* keys;                       // priorities of the block's slots
   uint32_t* is_protected;  // a bit of each of them; set beyond the last slot
   int32_t* seen;  // of each entry of the segment: as AllocateTask::found, and of a missing row its marker once it is read
-  int32_t* wanted;  // the entries of the segment that want a slot or are filled, in order
 
   __device__ explicit Block(const AllocateTask& of_task)
       : task(of_task),
@@ -164,8 +163,7 @@ struct Block {
     keys = reinterpret_cast<int32_t*>(memory);
     if (task.are_keys_shared) memory += task.adjacent * int64_t{4};
     seen = task.is_list_shared ? reinterpret_cast<int32_t*>(memory) : task.found() + task.found_length() + begin;
-    wanted = seen + (task.is_list_shared ? task.segment : task.length);
-    if (task.is_list_shared) memory += task.segment * int64_t{8};
+    if (task.is_list_shared) memory += task.segment * int64_t{4};
     is_protected = reinterpret_cast<uint32_t*>(memory);
   }
 
@@ -218,7 +216,7 @@ constexpr int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 
 template <int kBlocks>
 constexpr int64_t SharedBytes(const AllocateTask& task) {
   return static_cast<int64_t>(sizeof(AllocateShared<kBlocks>)) + task.adjacent / 8 +
-         (task.are_keys_shared ? 4 * int64_t{task.adjacent} : 0) + (task.is_list_shared ? 8 * int64_t{task.segment} : 0);
+         (task.are_keys_shared ? 4 * int64_t{task.adjacent} : 0) + (task.is_list_shared ? 4 * int64_t{task.segment} : 0);
 }
 
 // A list up to which the cluster looks for itself: an entry more or less for each SM costs less than a launch and its gap.

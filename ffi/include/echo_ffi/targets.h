@@ -38,7 +38,7 @@
 //               staged i32[E]; per_seat i64, new_per_seat i64, blocks i64)
 //     -> slot_of, host_of, priority, free (all aliased), slots i32[M], fill_rows i32[M], fill_slots i32[M],
 //        fill_mention i32[M], fill_source i32[M], to_fill i32[], hits i32[], useful i32[], recalled i32[], written i32[],
-//        evicted i32[], scratch i32[11 M + 4]
+//        evicted i32[], scratch i32[10 M + 4]
 //   The whole of pool.allocate in echo_jax/pool.py, whose jnp form is the meaning, bit for bit. to_fill counts the entries
 //   to fill. scratch is the implementation's own and says nothing. blocks is the size of the cluster on a GPU, 8 or 16, or
 //   0 for what suits it; on a CPU it says nothing. More different rows than the pool has slots: refused on a CPU; on a GPU
@@ -48,7 +48,7 @@
 //              touched i32[B (T + S)], staged i32[E], records [N_G, record], host_pool [L, N_H, record], layer i32[],
 //              new [B T, record], staged_records [E, record])
 //     -> slot_of, host_of, priority, free, records (all aliased), slots i32[B, S], to_fill i32[], hits i32[], useful i32[],
-//        recalled i32[], written i32[], evicted i32[], scratch i32[15 B (T + S) + 4]
+//        recalled i32[], written i32[], evicted i32[], scratch i32[14 B (T + S) + 4]
 //   echo_allocate, then echo_recall of the fills that it lists, as one launch. A seat's list is its new rows, then those
 //   of its positions, table[b, positions[b, s]] or -1 where the position is negative. slots are those of the positions.
 //
