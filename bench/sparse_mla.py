@@ -3,7 +3,7 @@
     python -m bench.sparse_mla [check] [bench] [tuned] [tune] [once] [beyond]      (none: check, then bench)
 
 check   every case of `pallas_kernels.sparse_mla.cases` against its oracle: masks, values, each call twice, and the rows
-        in other slots; who gathers, without a bit changed; about 40 s
+        in other slots; who gathers, without a bit changed; about 65 s
 bench   the claims E.b*, E.heads*, E.xla_ratio_b32, bf16 and FP8 records, the best of a few tunings; about 120 s; writes
         rows
 tuned   the same with the tuning of the table alone, about 45 s
