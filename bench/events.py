@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,9 @@ import numpy as np
 
 from bench import gpu_timing, on_the_spot
 from bench.harness import Measurement, summarise
+
+AS_GRAPH = {"xla_gpu_graph_min_graph_size": 1}
+"""Has XLA make a CUDA graph of whatever lies between two events, of one kernel too."""
 
 
 @functools.cache
@@ -39,14 +42,23 @@ def event_time(
 ) -> Measurement:
     """Microseconds of function(*arguments), jittable and without donation: median, p10 and p90 of `repeats` calls.
 
+    `as_graph` times the replay of the graph of one call.
+    """
+    build()
+    run = jax.jit(event_program(function, repeats, sweep), compiler_options=AS_GRAPH if as_graph else None)
+    return run_and_read(run, arguments, repeats, runs)
+
+
+def event_program(
+    function: Callable[..., Any], repeats: int = gpu_timing.REPEATS, sweep: bool = True
+) -> Callable[..., jax.Array]:
+    """What `event_time` compiles, of the function's arguments; whoever compiles it ahead calls `build` first.
+
     All calls are one program: overwrite the L2, record, call, record. The call waits for its first event through its
     smallest argument, the second event for the call through the call's first result, which is written in place.
-    `as_graph` has XLA make a CUDA graph of whatever lies between two events, one kernel too: what is timed is then the
-    replay of the graph of one call.
     """
-    library = build()
 
-    def program(arguments):
+    def program(*arguments):
         leaves, tree = jax.tree.flatten(arguments)
         smallest = min(range(len(leaves)), key=lambda index: leaves[index].size)
         before = number = jnp.zeros((1,), jnp.uint32)
@@ -57,12 +69,17 @@ def event_time(
             before = _record(first, 2 * index + 1).reshape(-1)[:1]
         return before
 
-    run = jax.jit(program, compiler_options={"xla_gpu_graph_min_graph_size": 1} if as_graph else None)
-    durations: list[float] = []
+    return program
+
+
+def run_and_read(
+    program: Callable[..., Any], arguments: Sequence[Any], repeats: int = gpu_timing.REPEATS, runs: int = 2
+) -> Measurement:
+    """Microseconds of a call by the compiled `event_program`, of the last of `runs` runs after a first one."""
+    library = build()
     for _ in range(1 + runs):
-        jax.block_until_ready(run(arguments))
-        durations = [1e3 * float(library.BenchElapsed(2 * index, 2 * index + 1)) for index in range(repeats)]
-    return summarise(durations)
+        jax.block_until_ready(program(*arguments))
+    return summarise([1e3 * float(library.BenchElapsed(2 * index, 2 * index + 1)) for index in range(repeats)])
 
 
 def _zero_after(before: jax.Array) -> jax.Array:

@@ -10,13 +10,11 @@ prefetch role of `pallas_kernels.indexer_prefetch` is such a gather in such comp
 from __future__ import annotations
 
 import ctypes
-import statistics
 import sys
 
-import jax
 import numpy as np
 
-from bench import harness, on_the_spot
+from bench import gpu_timing, harness, on_the_spot
 
 ROWS, LAYERS, PAGE, SEATS, WINDOWS = 2**21, 3, 64, 16, 32
 COUNTS = (3_277, 16_384)  # a tenth and half of 16 x 2,048
@@ -38,8 +36,8 @@ def orders(random: np.random.Generator, count: int) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    if jax.default_backend() != "gpu":
-        sys.exit(f"this needs an NVIDIA GPU; jax sees {jax.devices()[0].platform}")
+    if gpu_timing.refuses((), sys.argv[1:]):
+        sys.exit(2)
     library = on_the_spot.build("link_beside.cu", {}, "-O3")
     check(library.Prepare(LAYERS, ROWS, max(COUNTS)))
     random = np.random.default_rng(0)
@@ -49,10 +47,11 @@ def main() -> None:
         for order in drawn[0]:
             rates = []
             for beside, name in enumerate(BESIDE):
-                times = [time(library, each[order], call % LAYERS, beside) for call, each in enumerate(drawn)][WARMUP:]
-                rates.append(count / statistics.median(times))
+                times = [time(library, each[order], call % LAYERS, beside) for call, each in enumerate(drawn)]
+                taken = harness.summarise(times[WARMUP:])
+                rates.append(count / taken.median)
                 harness.record(
-                    value=harness.summarise(times),
+                    value=taken,
                     unit="us",
                     file=FILE,
                     name=f"gather of {count} rows of 656 B, {order}, beside {name}",

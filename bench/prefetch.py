@@ -7,7 +7,7 @@ check   every case of `pallas_kernels.indexer_prefetch.cases` with a pinned pool
 stress  1,000 calls over 64K positions with changing lengths, caps and thresholds: counts hold, nothing hangs; 15 s
 bench   the claims D.speedup_*, D.gain_*, D.zero_candidates_ratio; other caps; the ways of the whole road; writes rows.
         Claims are written when a format is measured, and again, with the worse of both, after the next
-tune    who fetches, and how, at 16 x 131,072, FP8 records, prints only
+tune    who fetches, and how, at 16 x 131,072, FP8 records; prints only
 once    a few calls of each format and nothing else, for a profiler
 
     --seats 16 --lengths 131072 --pages in-order,scattered --hits 0.5,0.9 --records fp8,bf16 --roads short,whole
@@ -99,10 +99,9 @@ def bench(options: Options) -> None:
         for records in options.records:
             pools[records] = calls.unwritten_pool_of(records, options.host_rows)
             clock.lap(f"pool of {records} records, {pools[records].nbytes / 2**30:.1f} GiB")
-        programs = functools.cache(compiling.result)
         for seats, length in options.shapes:
             for pages in options.pages:
-                points += bench_shape(seats, length, pages, pools, compiling, programs, options, clock)
+                points += bench_shape(seats, length, pages, pools, compiling, options, clock)
                 clock.lap(f"{seats} x {length}")
         if len(options.shapes) > 1:
             claims([point for point in points if point.hit == 0.5], options)
@@ -114,7 +113,6 @@ def bench_shape(
     pages: str,
     pools: dict[str, Any],
     compiling: Compiling,
-    compiled: Callable[[Any, str], Any],
     options: Options,
     clock: timing.Clock,
 ) -> list[Point]:
@@ -127,7 +125,7 @@ def bench_shape(
     programs = {}
     for records in bounds:
         compiling.wait((seats, length, records))
-        programs[records] = functools.partial(compiled, (seats, length, records))
+        programs[records] = functools.partial(compiling.result, (seats, length, records))
     clock.lap("compilers")
     first = options.records[0]
     indexer = bounds[first].time(programs[first]("resident"), 0, 0)
@@ -171,7 +169,7 @@ def tune(options: Options) -> None:
     calls.inputs(*MAIN, options.pages[0])  # compiles too
     held = calls.unwritten_pool_of("fp8", host_rows)
     compiling.wait(MAIN)
-    programs = functools.cache(functools.partial(compiling.result, MAIN))
+    programs = functools.partial(compiling.result, MAIN)
     for pages in options.pages:
         given = calls.inputs(*MAIN, pages)
         tune_at(Bound(given, "fp8", held, options.repeats), variants, programs)

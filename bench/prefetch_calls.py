@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -225,24 +226,33 @@ def unwritten_pool_of(records: str, host_rows: int) -> jax.Array:
 def pool_of(records: str, host_rows: int) -> list[jax.Array]:
     """[pool], each word a function of its layer, row and place: some 9 GiB."""
     form, shape = FORMATS[records], pool_shape(records, host_rows).shape
-    holder = [hostmem.create_pool(shape, form.dtype, hostmem.HostMemory.PINNED)]
     layers, words = shape[0], form.bytes_per_row // 4
-    store = jax.jit(hostmem.write_back, donate_argnums=0)
 
-    @jax.jit
-    def pattern(first):
-        row = first + jnp.arange(65_536, dtype=jnp.int32)
+    def pattern(row):
         word = jnp.arange(words, dtype=jnp.uint32)[None, None] * jnp.uint32(0x85EBCA6B)
         layer = jnp.arange(layers, dtype=jnp.uint32)[:, None, None] << 27
         made = (row.astype(jnp.uint32)[None, :, None] * jnp.uint32(0x9E3779B1)) ^ layer ^ word
         if form.dtype != jnp.uint32:
             made = lax.bitcast_convert_type(made, form.dtype)
-        return made.reshape(layers, 65_536, *form.shape), jnp.where(row < host_rows, row, NO_ROW)
+        return made.reshape(layers, row.size, *form.shape)
 
-    for first in range(0, host_rows, 65_536):
-        holder[0] = store(holder[0], *pattern(jnp.int32(first)))
-    jax.block_until_ready(holder[0])
-    return holder
+    return [filled(hostmem.create_pool(shape, form.dtype, hostmem.HostMemory.PINNED), pattern)]
+
+
+def filled(host_pool: jax.Array, records_of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`host_pool`, which is donated, with records_of(rows i32[M]), of [L, M, *record], in those rows of its layers."""
+    host_rows = host_pool.shape[1]
+    together = min(65_536, host_rows)
+    store = jax.jit(hostmem.write_back, donate_argnums=0)
+
+    @jax.jit
+    def made(first):
+        row = first + jnp.arange(together, dtype=jnp.int32)
+        return records_of(row), jnp.where(row < host_rows, row, NO_ROW)
+
+    for first in range(0, host_rows, together):
+        host_pool = store(host_pool, *made(jnp.int32(first)))
+    return jax.block_until_ready(host_pool)
 
 
 def shared_of(given: Inputs, host_pool: jax.Array, cap: int) -> Shared:

@@ -82,4 +82,4 @@ class Compiling:
         wait([future for (of, _), future in self.futures.items() if of == key])
 
     def result(self, key: Any, name: str) -> Any:
-        return self.futures.pop((key, name)).result()
+        return self.futures[key, name].result()

@@ -40,7 +40,7 @@ from bench.prefetch_jobs import Compiling
 from bench.prefetch_programs import FINISH, job_of, marks_of, names_of, state_of
 from bench.prefetch_stages import FUSED, RECORDS, Changing, Line, Output, Part, Shared, Sizes, lines_of
 from echo_jax import hostmem
-from echo_jax.types import NO_ROW, SlotMaps
+from echo_jax.types import SlotMaps
 from examples.schedules import LAYERS, REQUESTS, timeline
 
 FILE = "gpu_prefetch_schedules.jsonl"
@@ -126,21 +126,9 @@ def _near(query: jax.Array, random: np.random.Generator) -> jax.Array:
 
 def filled_host_pool(host_pool: jax.Array) -> jax.Array:
     """`host_pool`, which is donated, with DISTINCT records in rows and layers that differ from their neighbours'."""
-    layers, host_rows = host_pool.shape[:2]
     drawn = np.random.default_rng(5).standard_normal((DISTINCT, RECORDS.width), np.float32)
-    records = jax.jit(RECORDS.encode)(drawn)
-    together = min(65_536, host_rows)
-    store = jax.jit(hostmem.write_back, donate_argnums=0)
-
-    @jax.jit
-    def made(first):
-        row = first + jnp.arange(together, dtype=jnp.int32)
-        which = (row[None] + 37 * jnp.arange(layers, dtype=jnp.int32)[:, None]) % DISTINCT
-        return records[which], jnp.where(row < host_rows, row, NO_ROW)
-
-    for first in range(0, host_rows, together):
-        host_pool = store(host_pool, *made(jnp.int32(first)))
-    return jax.block_until_ready(host_pool)
+    records, layers = jax.jit(RECORDS.encode)(drawn), jnp.arange(host_pool.shape[0], dtype=jnp.int32)
+    return prefetch_calls.filled(host_pool, lambda row: records[(row[None] + 37 * layers[:, None]) % DISTINCT])
 
 
 # ---- what is compared and measured -----------------------------------------------------------------------------------
@@ -292,7 +280,6 @@ def compile_all(compiling: Compiling, sizes: Sizes, host_pool: Any) -> Programs:
             jobs["marked"] = job_of(sizes, line, host_pool, is_marked=True)
         compiling.add(line, jobs)
 
-    @functools.cache
     def program(line: Line, is_marked: bool) -> Any:
         if is_marked:
             return compiling.result(turns[line.over, line.count], "marked")

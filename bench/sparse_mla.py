@@ -30,14 +30,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import gpu_timing, harness
+from bench import events, gpu_timing, harness
 from bench.sparse_mla_calls import (
     THREADS,
     Shape,
     arguments,
     compiled,
     compiled_with_programs,
-    event_times,
     kernel,
     xla_form,
 )
@@ -147,33 +146,35 @@ def bench(is_tuned: bool = False) -> None:
         "heads x B  records  parts/cluster   us of a replay [p10 p90]  a call  kernels   TFLOP/s  of 790   FlashMLA us",
         flush=True,
     )
-    slower: tuple[harness.Measurement, Shape, Tuning] | None = None
+    slower: Timed | None = None
     for shape in shapes:
         inputs = arguments(shape)
         tuning, times = best_tuning({one: ready[shape, one][0] for one in wanted[shape]}, inputs)
         attend, programs = ready[shape, tuning]
-        event, graph = (event_times(program, inputs) for program in programs)
+        event, graph = (events.run_and_read(program, inputs, runs=3) for program in programs)
+        timed = Timed(shape, tuning, event, graph, times)
         if shape == RATIO_SHAPE:
             write_ratio(times, attend, xla, inputs)
-        report(shape, tuning, event, graph, times)
-        write(shape, tuning, event, graph, times)
+        report(timed)
+        write(timed)
         del inputs
-        if slower is None or graph.median > slower[0].median:
-            slower = graph, shape, tuning
+        if slower is None or graph.median > slower.graph.median:
+            slower = timed
         if shape.record_format == FORMATS[-1]:
-            write_claims(*slower)
+            write_claims(slower)
             slower = None
 
 
-def write_claims(graph: harness.Measurement, shape: Shape, tuning: Tuning) -> None:
+def write_claims(timed: Timed) -> None:
     """Of the slower format, timed as FlashMLA was."""
+    shape, graph = timed.shape, timed.graph
     for claim in CLAIMS[shape.seats, shape.heads]:
         harness.record(
             claim,
             value=graph,
             unit="us",
             file=FILE,
-            shapes=dict(shape.describe(), **cut_of(tuning)),
+            shapes=dict(shape.describe(), **cut_of(timed.tuning)),
             method="CUDA events around the replay of a graph of one call; " + METHOD,
             fraction_of_limit=round(teraflops(shape, graph.median) / BF16_TFLOPS, 4),
             notes=f"the slower of bf16 and FP8 records; limit: {BF16_TFLOPS} TFLOP/s of bf16 matrix products",
@@ -210,36 +211,37 @@ def teraflops(shape: Shape, microseconds: float) -> float:
     return shape.operations / microseconds * 1e-6
 
 
-def report(
-    shape: Shape,
-    tuning: Tuning,
-    event: harness.Measurement,
-    graph: harness.Measurement,
-    times: gpu_timing.KernelTimes,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A shape at a tuning by three clocks."""
+
+    shape: Shape
+    tuning: Tuning
+    event: harness.Measurement  # around a plain call
+    graph: harness.Measurement  # around the replay of its graph
+    kernels: gpu_timing.KernelTimes
+
+
+def report(timed: Timed) -> None:
+    shape, event, graph = timed.shape, timed.event, timed.graph
     speed = teraflops(shape, graph.median)
     beside = f"{FLASHMLA[shape.seats]:8.1f}" if shape.heads == 128 else "       -"
-    parts = " + ".join(f"{one.median:.1f}" for _, one in times.kernels)
+    parts = " + ".join(f"{one.median:.1f}" for _, one in timed.kernels.kernels)
     print(
-        f"{shape.heads:4} x {shape.seats:3} {shape.record_format:>7} {describe(tuning):>6}   {graph.median:8.1f} "
+        f"{shape.heads:4} x {shape.seats:3} {shape.record_format:>7} {describe(timed.tuning):>6}   {graph.median:8.1f} "
         f"[{graph.p10:.1f} {graph.p90:.1f}]   {event.median:8.1f}  {parts:>16} {speed:8.0f} {speed / BF16_TFLOPS:7.2f} "
         f"{beside}",
         flush=True,
     )
 
 
-def write(
-    shape: Shape,
-    tuning: Tuning,
-    event: harness.Measurement,
-    graph: harness.Measurement,
-    times: gpu_timing.KernelTimes,
-) -> None:
+def write(timed: Timed) -> None:
+    shape, tuning, times = timed.shape, timed.tuning, timed.kernels
     common: dict[str, Any] = dict(unit="us", file=FILE, shapes=dict(shape.describe(), **cut_of(tuning)))
     what = f"sparse MLA, {shape.record_format}, {shape.heads} heads, B {shape.seats}"
     for name, around, time_us in (
-        ("a call", "a call", event),
-        ("a replay", "the replay of a graph of one call", graph),
+        ("a call", "a call", timed.event),
+        ("a replay", "the replay of a graph of one call", timed.graph),
     ):
         rate = shape.gathered_bytes / time_us.median * 1e-3
         speed = teraflops(shape, time_us.median)

@@ -17,14 +17,13 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
-from bench import events, gpu_timing, harness
+from bench import events
 from pallas_kernels.sparse_mla import cases, dispatch
 from pallas_kernels.sparse_mla.mosaic_gpu import Tuning
 
 WIDTH, LATENT, K, CONTEXT = 576, 512, 2048, 65_536
 BYTES = {"bf16": 1152, "fp8": 656}
 THREADS = 8  # that compile
-REPEATS = gpu_timing.REPEATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,36 +124,6 @@ def compiled(jobs: Sequence[tuple[str, Tuning, Sequence[Any]]]) -> Iterator[Any]
         yield from threads.map(compile_one, jobs)
 
 
-def event_program(function: Any) -> Any:
-    """The program of `events.event_time`, to be compiled ahead: REPEATS times overwrite the L2, record, call, record.
-
-    It returns what waits for all of that. A call waits for its first event through its list of slots.
-    """
-
-    def record(array, number):
-        shape = jax.typeof(array)
-        call = jax.ffi.ffi_call("bench_record_event", shape, input_output_aliases={0: 0}, has_side_effect=True)
-        return call(array, number=np.int64(number))
-
-    def program(query, records, slots):
-        before = number = jnp.zeros((1,), jnp.uint32)
-        for index in range(REPEATS):
-            zero = gpu_timing.overwrite(number, before)[:1] >> 31
-            slots = record(slots + zero[0].astype(jnp.int32), 2 * index)
-            before = record(function(query, records, slots)[0], 2 * index + 1).reshape(-1)[:1]
-        return before
-
-    return jax.jit(program)
-
-
-def event_times(program: Any, inputs: tuple[jax.Array, ...]) -> harness.Measurement:
-    """Microseconds of a call by the program compiled of `event_program`, in the last of four runs."""
-    elapsed = events.build().BenchElapsed
-    for _ in range(4):
-        jax.block_until_ready(program(*inputs))
-    return harness.summarise([1e3 * float(elapsed(2 * index, 2 * index + 1)) for index in range(REPEATS)])
-
-
 def compiled_with_programs(jobs: Sequence[tuple[Shape, Tuning]]) -> list[tuple[Any, tuple[Any, Any]]]:
     """For each shape and tuning its kernel, and the programs that take its time: of plain calls, of graph replays."""
     events.build()
@@ -162,8 +131,8 @@ def compiled_with_programs(jobs: Sequence[tuple[Shape, Tuning]]) -> list[tuple[A
     def compile_one(job):
         shape, tuning = job
         attend = kernel(shape.record_format, tuning)
-        program = event_program(attend).lower(*shape.structs())
-        graph = program.compile(compiler_options={"xla_gpu_graph_min_graph_size": 1})  # of one kernel too
+        program = jax.jit(events.event_program(attend)).lower(*shape.structs())
+        graph = program.compile(compiler_options=dict(events.AS_GRAPH))
         return attend.lower(*shape.structs()).compile(), (program.compile(), graph)
 
     with ThreadPoolExecutor(THREADS) as threads:
