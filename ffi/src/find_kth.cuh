@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cluster.cuh"
+#include "row_scores.cuh"
 
 namespace echo_ffi::top_k {
 

@@ -17,10 +17,9 @@
 namespace echo_ffi {
 namespace {
 
-constexpr int kLookThreads = 128;
-
-__global__ void __launch_bounds__(kLookThreads) LookKernel(const __grid_constant__ AllocateTask task) {
-  Look(task, static_cast<int>(blockIdx.x * kLookThreads + threadIdx.x), static_cast<int>(gridDim.x * kLookThreads));
+__global__ void __launch_bounds__(kChunk) LookKernel(const __grid_constant__ AllocateTask task) {
+  __shared__ LookShared shared;
+  LookAtChunks(task, shared, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
 template <int kBlocks>
@@ -93,9 +92,9 @@ ffi::Error Launch(const char* target, Kernel kernel, Task& task, AllocateTask& a
   }
   const int64_t shared_bytes = SharedBytes<kBlocks>(allocate);
   if (Allow(kernel, kBlocks, shared_bytes) == cudaSuccess) {
-    constexpr int kMostLookBlocks = 2048;  // more entries than a thread each has: several for a thread
-    const int looks = std::clamp((allocate.length + kLookThreads - 1) / kLookThreads, 1, kMostLookBlocks);
-    if (allocate.is_look_apart) LookKernel<<<static_cast<unsigned>(looks), kLookThreads, 0, stream>>>(allocate);
+    constexpr int kMostLookBlocks = 2048;  // more chunks than that: several for a block
+    const int looks = std::clamp((allocate.length + kChunk - 1) / kChunk, 1, kMostLookBlocks);
+    if (allocate.is_look_apart) LookKernel<<<static_cast<unsigned>(looks), kChunk, 0, stream>>>(allocate);
     OneCluster shape(kBlocks, shared_bytes, stream);
     cudaLaunchKernelEx(&shape.config, kernel, task);
   }

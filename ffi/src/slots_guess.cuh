@@ -80,33 +80,53 @@ struct Samples {
 // The lowest of this thread's part of the block's slots that are not protected. Keys and marks are there.
 template <int kBlocks>
 __device__ uint64_t LowestSlot(const Block<kBlocks>& block) {
-  const int count = block.own_slots();
   uint64_t low = kNoKey;
-#pragma unroll 1
-  for (int at = threadIdx.x * 4; at < count; at += kThreads * 4) {
-    const int4 key = FourOfSlots(block, at, count);
+  int32_t highest = INT32_MAX;  // that may still be lower
+  ForEachFourOfSlots(block, [&](int at, int4 key) {
+    if (min(min(key.x, key.y), min(key.z, key.w)) > highest) return;
     const uint32_t open = ~block.is_protected[at / 32] >> at % 32;
     const int32_t keys[4] = {key.x, key.y, key.z, key.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (open >> i & 1) low = min(low, PlaceOf(keys[i], block.first_slot() + at + i));
     }
-  }
+    if (low != kNoKey) highest = static_cast<int32_t>(static_cast<uint32_t>(low >> 32) ^ 0x80000000u);
+  });
   return low;
 }
 
-// What every block tells every other: the lowest of each group. There by the next barrier of the cluster; all blocks have
-// started. `low` is this thread's, whose lane is the group.
+// What every block tells every other: the lowest sample of each group. There by the next barrier of the cluster; all blocks
+// have started. A thread's lane is the group of its samples.
 template <int kBlocks>
-__device__ void ShareLows(Block<kBlocks>& block, uint64_t low) {
+__device__ void ShareLows(Block<kBlocks>& block, const Samples<kBlocks>& samples) {
   auto& guess = block.shared.guess;
-  if (threadIdx.x == 0) guess.own_count = 0;
-  guess.lows[Warp()][Lane()] = low;
+  constexpr int kFilled = Samples<kBlocks>::kOfBlock < kThreads ? Samples<kBlocks>::kOfBlock / 32 : kWarps;  // with samples
+  if (Warp() < kFilled) guess.lows[Warp()][Lane()] = samples.Lowest();
   __syncthreads();
-  if (Warp() >= kBlocks) return;
-#pragma unroll 8
-  for (int warp = 0; warp < kWarps; ++warp) low = min(low, guess.lows[warp][Lane()]);
-  *Remote(&guess.low_of_blocks[block.rank][Lane()], Warp()) = low;
+  uint64_t low = kNoKey;
+#pragma unroll
+  for (int warp = 0; warp < kFilled; ++warp) low = min(low, guess.lows[warp][Lane()]);
+#pragma unroll 1
+  for (int peer = Warp(); peer < kBlocks; peer += kWarps) *Remote(&guess.low_of_blocks[block.rank][Lane()], peer) = low;
+}
+
+// The same where one slot is wanted: the lowest of each block's slots that are not protected, in [0].
+template <int kBlocks>
+__device__ void ShareLowest(Block<kBlocks>& block) {
+  auto& guess = block.shared.guess;
+  const uint64_t of_warp = LowestOfWarp(LowestSlot(block));
+  if (Lane() == 0) guess.lows[0][Warp()] = of_warp;
+  __syncthreads();
+  if (Warp() != 0) return;
+  const uint64_t low = LowestOfWarp(Lane() < kWarps ? guess.lows[0][Lane()] : kNoKey);
+  if (Lane() < kBlocks) *Remote(&guess.low_of_blocks[block.rank][0], Lane()) = low;
+  if (Lane() == 0 && low != kNoKey) FetchToL2(block.task.host_of + static_cast<uint32_t>(low));  // who may leave
+}
+
+// The lowest of what blocks told; every warp finds the same.
+template <int kBlocks>
+__device__ uint64_t LowestOfBlocks(const Block<kBlocks>& block) {
+  return LowestOfWarp(Lane() < kBlocks ? block.shared.guess.low_of_blocks[Lane()][0] : kNoKey);
 }
 
 // The lowest of all blocks in this lane's group.
@@ -127,7 +147,7 @@ __device__ inline uint64_t LowestOfLanes(uint64_t key, int rank) {
   return found == 0 ? kNoKey : __shfl_sync(kAllLanes, key, __ffs(static_cast<int>(found)) - 1);
 }
 
-// Every warp finds the same.
+// By one warp: what all of them would do takes the shuffles of an SM a microsecond.
 template <int kBlocks>
 __device__ uint64_t GuessedBound(const Block<kBlocks>& block, int wanted) {
   if (block.task.device_slots <= kSamples) return kNoKey;
@@ -135,17 +155,23 @@ __device__ uint64_t GuessedBound(const Block<kBlocks>& block, int wanted) {
 }
 
 // The block's slots at or below the bound that are not protected, in any order, to every block, and how many there are;
-// there by the next barrier of the cluster. Keys and marks are there.
+// there by the next barrier of the cluster. Keys and marks are there, and what blocks told of `wanted` slots.
 template <int kBlocks>
-__device__ void Collect(Block<kBlocks>& block, uint64_t bound) {
+__device__ void Collect(Block<kBlocks>& block, int wanted) {
   auto& guess = block.shared.guess;
   constexpr int kRoom = GuessShared<kBlocks>::kRoom;
-  const int count = block.own_slots();
+  if (Warp() == 0) {
+    const uint64_t found = GuessedBound(block, wanted);
+    if (Lane() == 0) {
+      guess.bound = found;
+      guess.own_count = 0;
+    }
+  }
+  __syncthreads();
+  const uint64_t bound = guess.bound;
   const auto highest = static_cast<int32_t>(static_cast<uint32_t>(bound >> 32) ^ 0x80000000u);
-#pragma unroll 1
-  for (int at = threadIdx.x * 4; at < count; at += kThreads * 4) {
-    const int4 key = FourOfSlots(block, at, count);
-    if (min(min(key.x, key.y), min(key.z, key.w)) > highest) continue;
+  ForEachFourOfSlots(block, [&](int at, int4 key) {
+    if (min(min(key.x, key.y), min(key.z, key.w)) > highest) return;
     const uint32_t open = ~block.is_protected[at / 32] >> at % 32;
     const int32_t keys[4] = {key.x, key.y, key.z, key.w};
 #pragma unroll
@@ -155,7 +181,7 @@ __device__ void Collect(Block<kBlocks>& block, uint64_t bound) {
       const int to = atomicAdd(&guess.own_count, 1);
       if (to < kRoom) guess.own[to] = place;
     }
-  }
+  });
   __syncthreads();
   const int found = guess.own_count;
   if (threadIdx.x < kBlocks) *Remote(&guess.count_of_blocks[block.rank], threadIdx.x) = found;
@@ -174,25 +200,33 @@ __device__ bool AreEnough(const Block<kBlocks>& block, int wanted) {
 }
 
 // The `wanted` lowest of the candidates, by rank, into `taken` of every block; there by the next barrier. Every block has
-// all candidates and ranks its own, a warp each.
+// all candidates and ranks its own: as many of them at once as leave 16 threads for each, which compare with a part of all.
 template <int kBlocks>
 __device__ void RankCandidates(Block<kBlocks>& block, int wanted) {
   auto& guess = block.shared.guess;
+  constexpr int kAtOnce = kThreads / 16, kParts = 16 / kBlocks;  // of the candidates of a block
+  static_assert(kParts >= 1);
+  const int own = guess.own_count, peer = static_cast<int>(threadIdx.x) / kAtOnce % kBlocks;
+  const int part = static_cast<int>(threadIdx.x) / kAtOnce / kBlocks, count = guess.count_of_blocks[peer];
 #pragma unroll 1
-  for (int i = Warp(); i < guess.own_count; i += kWarps) {
+  for (int i = threadIdx.x; i < own; i += kThreads) guess.rank[i] = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x % kAtOnce; i < own; i += kAtOnce) {
     const uint64_t place = guess.own[i];
     int lower = 0;
 #pragma unroll 4
-    for (int peer = 0; peer < kBlocks; ++peer) {
-      const int count = guess.count_of_blocks[peer];
+    for (int other = part; other < count; other += kParts) lower += guess.of_blocks[peer][other] < place;
+    if (lower > 0) atomicAdd(&guess.rank[i], lower);
+  }
+  __syncthreads();
 #pragma unroll 1
-      for (int other = Lane(); other < count; other += 32) lower += guess.of_blocks[peer][other] < place;
-    }
-    const int rank = __reduce_add_sync(kAllLanes, lower);
+  for (int i = threadIdx.x; i < own * kBlocks; i += kThreads) {
+    const int rank = guess.rank[i / kBlocks];
     if (rank >= wanted) continue;
-    const auto slot = static_cast<int32_t>(place & 0xffffffffu);
-    if (Lane() < kBlocks) *Remote(&guess.taken[rank], Lane()) = slot;
-    if (Lane() == 0) FetchToL2(block.task.host_of + slot);  // who leaves it is asked next
+    const auto slot = static_cast<int32_t>(guess.own[i / kBlocks] & 0xffffffffu);
+    *Remote(&guess.taken[rank], i % kBlocks) = slot;
+    if (i % kBlocks == 0) FetchToL2(block.task.host_of + slot);  // who leaves it is asked next
   }
 }
 

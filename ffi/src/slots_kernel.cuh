@@ -4,9 +4,9 @@
 //
 //   Look     slots_look.cuh: which rows have a slot, and what follows for those. Of a long list a kernel of its own on all SMs.
 //   -------- its end, or a barrier
-//   Read     every block goes through what was found, marks the slots of its own that were named, and counts: which slots
-//            were hit, which of them more than once, how many rows are missing. All blocks come to the same answer without
-//            asking each other, and where nothing is missing they are done.
+//   Read     every block goes through the slots of its own that were found, marks them, and counts: which slots were hit,
+//            which of them more than once, how many rows of the whole list are missing. All blocks come to the same answer
+//            without asking each other, and where nothing is missing they are done.
 //   Touch    slots that were named more than once get the highest of their priorities.
 //   Settle   slots_settle.cuh, where rows are missing; where none is, new rows that have a slot are listed, or nothing is.
 //   Move     echo_require alone: the records, by the kernel of rows (rows_kernel.cuh).
@@ -82,49 +82,105 @@ __device__ void ForEachFound(const AllocateTask& task, Use use) {
   }
 }
 
-// Marks the block's slots that are named and counts, into shared.counted. Keys are on their way. Leaves a barrier behind.
-template <int kBlocks>
-__device__ void ReadFound(Block<kBlocks>& block) {
+// The slots of this block that were found, each once for every mention of it, use(slot - first slot). Returns this thread's
+// part of the missing mentions, of the whole list.
+template <int kBlocks, typename Use>
+__device__ int ForEachOwn(const Block<kBlocks>& block, Use use) {
   const AllocateTask& task = block.task;
-  Counted& counted = block.shared.counted;
-  const auto first_slot = static_cast<uint32_t>(block.first_slot()), own_slots = static_cast<uint32_t>(block.own_slots());
-  const int new_rows = task.length / task.per_seat * task.new_per_seat;
-  const auto mention_of_new = [&](int i) { return i / task.new_per_seat * task.per_seat + i % task.new_per_seat; };
-  int i_of_new = threadIdx.x, of_new = i_of_new < new_rows ? __ldcg(task.found() + mention_of_new(i_of_new)) : kNoSlot;
-  __syncthreads();  // marks are clear, counts zero
-  int missing = 0, mentions = 0;
-  ForEachFound(task, [&](int32_t found) {
-    missing += found == kMissing;
-    const uint32_t at = static_cast<uint32_t>(found) - first_slot;  // beyond all slots where it is none
-    if (at >= own_slots) return;
-    ++mentions;
-    atomicOr(&block.is_protected[at / 32], 1u << at % 32);
+  int missing = 0;
+  if (!task.is_look_apart) {
+    const auto first_slot = static_cast<uint32_t>(block.first_slot()), own_slots = static_cast<uint32_t>(block.own_slots());
+    ForEachFound(task, [&](int32_t found) {
+      missing += found == kMissing;
+      const uint32_t at = static_cast<uint32_t>(found) - first_slot;  // beyond all slots where it is none
+      if (at < own_slots) use(static_cast<int>(at));
+    });
+    return missing;
+  }
+  // Eight lanes a chunk, of whose 128 entries a sixteenth is this block's, as a rule; and as many chunks under way as there are
+  // of a list of 32 seats.
+  constexpr int kLanes = 8, kChunks = 5, kLoads = 2, kApart = kThreads / kLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes, first_slot = static_cast<int>(block.first_slot());
+#pragma unroll 1
+  for (int chunk = static_cast<int>(threadIdx.x) / kLanes; chunk < task.chunks(); chunk += kChunks * kApart) {
+    const int32_t* slots = task.by_owner() + chunk * kChunk;
+    int at[kChunks], end[kChunks];
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const bool is_chunk = chunk + i * kApart < task.chunks();
+      const ChunkHead* head = task.heads() + (is_chunk ? chunk + i * kApart : 0);
+      at[i] = is_chunk ? __ldcg(head->begin + block.rank) + lane : 0;
+      end[i] = is_chunk ? __ldcg(head->begin + block.rank + 1) : 0;
+      if (lane == 0 && is_chunk) missing += __ldcg(&head->missing);
+    }
+    bool is_more;
+    do {
+      int32_t found[kChunks][kLoads];
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+        for (int load = 0; load < kLoads; ++load, at[i] += kLanes) {
+          found[i][load] = at[i] < end[i] ? __ldcg(slots + i * kApart * kChunk + at[i]) : kNoSlot;
+        }
+      }
+      is_more = false;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+        for (int load = 0; load < kLoads; ++load) {
+          if (found[i][load] != kNoSlot) use(found[i][load] - first_slot);
+        }
+        is_more |= at[i] < end[i];
+      }
+    } while (is_more);
+  }
+  return missing;
+}
+
+struct Counts {
+  int32_t of[kCounted];
+};
+
+// The sums of the threads' counts, for all threads. Leaves a barrier of the block behind.
+template <int kBlocks>
+__device__ Counts SumOfBlock(Block<kBlocks>& block, Counts counts) {
+  auto& sums = block.shared.warp_counted;
+#pragma unroll
+  for (int which = 0; which < kCounted; ++which) {
+    const int sum = __reduce_add_sync(kAllLanes, counts.of[which]);
+    if (Lane() == 0) sums[which][Warp()] = sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int which = 0; which < kCounted; ++which) counts.of[which] = __reduce_add_sync(kAllLanes, OfWarps<kWarps>(sums[which]));
+  return counts;
+}
+
+// Marks the block's slots that are named and counts. Leaves a barrier behind.
+template <int kBlocks>
+__device__ Counts ReadFound(Block<kBlocks>& block) {
+  const AllocateTask& task = block.task;
+  const int new_rows = task.count_of_new();
+  const auto mention_of_new = [&](int i) { return i + task.by_new_of_seat.Of(i) * (task.per_seat - task.new_per_seat); };
+  int new_row = threadIdx.x, of_new = kNoSlot;
+  if (new_row < new_rows) of_new = __ldcg(task.found() + mention_of_new(new_row));  // under way beside the others
+  Counts counts{};
+  __syncthreads();  // marks are clear
+  counts.of[kMissingRows] = ForEachOwn(block, [&](int at) {
+    const uint32_t bit = 1u << at % 32;
+    const bool was_marked = atomicOr(&block.is_protected[at / 32], bit) & bit;
+    counts.of[kMarked] += !was_marked;
+    counts.of[kRepeated] += was_marked;
   });
-  int fresh = 0, fresh_before = 0;
 #pragma unroll 1
-  while (i_of_new < new_rows) {
-    const int m = mention_of_new(i_of_new);
-    fresh_before += of_new != kNoSlot && m < block.begin;
-    fresh += of_new != kNoSlot && m >= block.begin && m < block.end;
-    i_of_new += kThreads;
-    if (i_of_new < new_rows) of_new = __ldcg(task.found() + mention_of_new(i_of_new));
+  while (new_row < new_rows) {
+    const int m = mention_of_new(new_row);
+    counts.of[kFreshBefore] += of_new != kNoSlot && m < block.begin;
+    counts.of[kFresh] += of_new != kNoSlot && m >= block.begin && m < block.end;
+    new_row += kThreads;
+    if (new_row < new_rows) of_new = __ldcg(task.found() + mention_of_new(new_row));
   }
-  missing = __reduce_add_sync(kAllLanes, missing);
-  mentions = __reduce_add_sync(kAllLanes, mentions);
-  if (Lane() == 0) {
-    if (missing > 0) atomicAdd(&counted.missing, missing);
-    if (mentions > 0) atomicAdd(&counted.mentions, mentions);
-  }
-  if (fresh > 0) atomicAdd(&counted.fresh, fresh);
-  if (fresh_before > 0) atomicAdd(&counted.fresh_before, fresh_before);
-  __syncthreads();
-  int marked = 0;
-#pragma unroll 1
-  for (int word = threadIdx.x; word < block.words(); word += kThreads) marked += __popc(block.is_protected[word]);
-  marked = __reduce_add_sync(kAllLanes, marked);
-  if (Lane() == 0 && marked > 0) atomicAdd(&counted.marked, marked);
-  if (threadIdx.x == 0) atomicAdd(&counted.marked, static_cast<int>(own_slots) - block.words() * 32);  // bits of no slot
-  __syncthreads();
+  return SumOfBlock(block, counts);
 }
 
 // Every slot that is named has one of its priorities; every mention of the block's slots may raise it.
@@ -146,10 +202,12 @@ __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
   const AllocateTask& task = block.task;
   auto& shared = block.shared;
   ECHO_PHASE(Begin);
-  LoadKeys(block);
+  if (task.is_look_apart) {
+    ClusterArriveRelaxed();  // for Settle, which waits until all have started
+  } else {
+    LoadKeys(block);
+  }
   ClearMarks(block);
-  if (threadIdx.x == 0) shared.counted = Counted{};
-  const Samples<kBlocks> samples(block);
   ECHO_PHASE(Cleared);
   if (!task.is_look_apart) {
     // Runs of 32 entries to the blocks in turn: each has as many.
@@ -158,28 +216,29 @@ __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
     ClusterSync();
     ECHO_PHASE(AllLooked);
   }
-  ClusterArriveRelaxed();  // for Settle, which waits until all have started
+  const Samples<kBlocks> samples(block);
   LoadSeen(block);
-  ReadFound(block);
+  const Counts counts = ReadFound(block);
   ECHO_PHASE(Found);
-  const Counted counted = shared.counted;
   if (threadIdx.x == 0) {
-    if (counted.marked > 0) atomicAdd(task.counts[kHits], counted.marked);
-    if (counted.fresh > 0) atomicAdd(task.counts[kWritten], counted.fresh);
+    if (counts.of[kMarked] > 0) atomicAdd(task.counts[kHits], counts.of[kMarked]);
+    if (counts.of[kFresh] > 0) atomicAdd(task.counts[kWritten], counts.of[kFresh]);
   }
-  if (counted.mentions > counted.marked) TouchRepeated(block);
-  WaitForCopies();
-  ECHO_PHASE(KeysRead);
-  if (counted.missing > 0) {
-    __syncthreads();  // keys are there for the block
-    Settle(block, counted.missing, samples);
+  if (counts.of[kRepeated] > 0) TouchRepeated(block);
+  if (counts.of[kMissingRows] > 0) {
+    WaitForCopies();  // of what was seen, before the keys, of which there are more than may lie in its way
+    if (task.is_look_apart) LoadKeys(block);
+    __syncthreads();
+    ECHO_PHASE(SeenRead);
+    Settle(block, counts.of[kMissingRows], samples);
     return true;
   }
-  if (counted.fresh == 0) return false;
+  if (counts.of[kFresh] == 0) return false;
   if (threadIdx.x == 0) {
-    shared.fill_before = counted.fresh_before;
-    shared.fills = counted.fresh;
+    shared.fill_before = counts.of[kFreshBefore];
+    shared.fills = counts.of[kFresh];
   }
+  WaitForCopies();
   __syncthreads();
   Rank(block);
   Finish(block, [](int) { return kNoSlot; });
@@ -229,7 +288,7 @@ __device__ void RequireInCluster(const RequireTask& task) {
   const auto move_as = [&](auto shape) {
     using Chosen = decltype(shape);
     using Word = typename Chosen::Word;
-    MoveAll<FillJobs, Word, Chosen::kLoads, Chosen::kMerged, Chosen::kMergedLoads>(
+    MoveAll<FillJobs, Word, Chosen::kLoads, Chosen::kMerged, Chosen::kMergedLoads, kWarps>(
         jobs, static_cast<int>(bytes / static_cast<int64_t>(sizeof(Word))), 0, 1);
   };
   if (!task.is_aligned || bytes % 16 != 0) {

@@ -1,8 +1,8 @@
 // The slots of lowest (priority, slot) among those that are not protected, by a cluster: a radix select over all slots, the
 // taken ones in order of slots, and a stable radix sort of those by priority.
 //
-// Order keys. A priority becomes an unsigned number in the order of priorities; a slot stands below it, so that no two keys
-// are equal.
+// Order keys. A priority becomes an unsigned number in the order of priorities. Of slots with the last key that is taken the
+// first ones are, and blocks have their slots in order, so how many each block has of them is all that has to be told.
 #ifndef ECHO_FFI_SLOTS_SELECT_CUH_
 #define ECHO_FFI_SLOTS_SELECT_CUH_
 
@@ -37,6 +37,26 @@ __device__ int4 FourOfSlots(const Block<kBlocks>& block, int at, int count) {
   return int4{key(0), key(1), key(2), key(3)};
 }
 
+// use(at, four priorities) for this thread's part of the block's slots, four such loads under way.
+template <int kBlocks, typename Use>
+__device__ void ForEachFourOfSlots(const Block<kBlocks>& block, Use use) {
+  constexpr int kLoads = 4, kApart = kThreads * 4;
+  const int count = block.own_slots();
+#pragma unroll 1
+  for (int first = threadIdx.x * 4; first < count; first += kLoads * kApart) {
+    int4 keys[kLoads];
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
+      const int at = first + load * kApart;
+      keys[load] = at < count ? FourOfSlots(block, at, count) : int4{kProtected, kProtected, kProtected, kProtected};
+    }
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
+      if (first + load * kApart < count) use(first + load * kApart, keys[load]);
+    }
+  }
+}
+
 // ---- the bin that holds the one of a rank ---------------------------------------------------------------------------
 
 struct Bin {
@@ -45,14 +65,23 @@ struct Bin {
   int size;
 };
 
-// The bin of the `wanted`-th one (from 1), where each thread knows the size of the bin of its number.
+inline constexpr int kBinsOfThread = kBins / kThreads;  // neighbours
+
+// The bin of the `wanted`-th one (from 1), where each thread knows the sizes of its bins.
 template <int kBlocks>
-__device__ Bin FindBin(SelectShared<kBlocks>& shared, int size, int wanted) {
-  const Prefix prefix = BlockSum(size, shared.totals);
-  if (prefix.before < wanted && wanted <= prefix.before + size) {
-    shared.bin = threadIdx.x;
-    shared.bin_before = prefix.before;
-    shared.bin_size = size;
+__device__ Bin FindBin(SelectShared<kBlocks>& shared, const int (&sizes)[kBinsOfThread], int wanted) {
+  int of_thread = 0;
+#pragma unroll
+  for (const int size : sizes) of_thread += size;
+  int before = BlockSum<kWarps>(of_thread, shared.totals).before;
+#pragma unroll
+  for (int i = 0; i < kBinsOfThread; ++i) {
+    if (before < wanted && wanted <= before + sizes[i]) {
+      shared.bin = static_cast<int>(threadIdx.x) * kBinsOfThread + i;
+      shared.bin_before = before;
+      shared.bin_size = sizes[i];
+    }
+    before += sizes[i];
   }
   __syncthreads();
   return {shared.bin, shared.bin_before, shared.bin_size};
@@ -63,7 +92,6 @@ __device__ Bin FindBin(SelectShared<kBlocks>& shared, int size, int wanted) {
 struct Taken {
   const int32_t* slots;  // in order of (priority, slot), in global memory
   int count;
-  int used;  // how many of them were in use
 };
 
 // The slots of a block as (key, slot), a warp's words of 32 one after the other.
@@ -80,37 +108,56 @@ struct Open {
   // Every slot of the warp's run once: function(slot, priority, is there one to take). All lanes call it together.
   template <typename Function>
   __device__ void ForEach(Function function) const {
+    constexpr int kTogether = 4;  // loads under way
     const int end = min((Warp() + 1) * run, block.words());
-    for (int word = Warp() * run; word < end; ++word) {
-      const int at = word * 32 + Lane();
-      const int slot = static_cast<int>(block.first_slot()) + at;
-      const bool is_open = !(block.is_protected[word] >> Lane() & 1);
-      int32_t priority = 0;
-      if (is_open) priority = block.task.are_keys_shared ? block.keys[at] : __ldcg(block.task.priority + slot);
-      function(slot, priority, is_open && !(only_free && priority != kFreePriority));
+#pragma unroll 1
+    for (int first = Warp() * run; first < end; first += kTogether) {
+      bool is_open[kTogether];
+      int32_t priority[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int at = (first + i) * 32 + Lane();
+        is_open[i] = first + i < end && !(block.is_protected[first + i] >> Lane() & 1);
+        priority[i] = 0;
+        if (!is_open[i]) continue;
+        priority[i] = block.task.are_keys_shared ? block.keys[at] : __ldcg(block.task.priority + block.first_slot() + at);
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int slot = static_cast<int>(block.first_slot()) + (first + i) * 32 + Lane();
+        function(slot, priority[i], is_open[i] && !(only_free && priority[i] != kFreePriority));
+      }
     }
   }
 
   __device__ uint32_t KeyOf(int32_t priority) const { return priority == kFreePriority ? 0 : Ordered(priority) - low + 1; }
 };
 
-// The highest key that is taken, key and slot together, so that exactly `wanted` are.
+// What is taken: slots of keys below `key`, and of those with it the first `ties`.
+struct Last {
+  uint32_t key;
+  int ties;
+};
+
+// The last key of `wanted` slots, of which there are as many. Keys have so many bits.
 template <int kBlocks>
-__device__ uint64_t FindLast(Open<kBlocks>& open, int slot_bits, int key_bits, int wanted) {
+__device__ Last FindLast(Open<kBlocks>& open, int key_bits, int wanted) {
+  constexpr int kBinBits = 10;
+  static_assert(kBins == 1 << kBinBits);
   auto& shared = open.block.shared.select;
-  uint64_t prefix = 0;
-  int shift = slot_bits + key_bits;
-  for (int round = 0;; ++round) {
+  uint32_t prefix = 0;
+  for (int round = 0, shift = key_bits; shift > 0; ++round) {
     // The last round but one was read by everybody before the last round's barrier.
     uint32_t* histogram = shared.histogram[round & 1];
     const int above = shift;
-    const int digit_bits = min(shift, 10);
+    const int digit_bits = min(shift, kBinBits);
     shift -= digit_bits;
-    histogram[threadIdx.x] = 0;
+#pragma unroll
+    for (int i = 0; i < kBinsOfThread; ++i) histogram[i * kThreads + threadIdx.x] = 0;
     __syncthreads();
-    open.ForEach([&](int slot, int32_t priority, bool is_open) {
-      const uint64_t key = static_cast<uint64_t>(open.KeyOf(priority)) << slot_bits | static_cast<uint32_t>(slot);
-      const bool counts = is_open && key >> above == prefix;
+    open.ForEach([&](int, int32_t priority, bool is_open) {
+      const uint32_t key = open.KeyOf(priority);
+      const bool counts = is_open && (round == 0 || key >> above == prefix);
       const int bin = static_cast<int>(key >> shift & ((1u << digit_bits) - 1));
       // Where all lanes meet in one bin, as under one priority, one of them adds.
       const unsigned lanes = __ballot_sync(kAllLanes, counts);
@@ -124,14 +171,20 @@ __device__ uint64_t FindLast(Open<kBlocks>& open, int slot_bits, int key_bits, i
       }
     });
     ClusterSync();
-    uint32_t size = 0;
+    int sizes[kBinsOfThread] = {};
 #pragma unroll 4
-    for (int peer = 0; peer < kBlocks; ++peer) size += *Remote(&histogram[threadIdx.x], peer);
-    const Bin chosen = FindBin(shared, static_cast<int>(size), wanted);
-    prefix = prefix << digit_bits | static_cast<uint64_t>(chosen.number);
+    for (int peer = 0; peer < kBlocks; ++peer) {
+      const uint32_t* bins = Remote(&histogram[threadIdx.x * kBinsOfThread], peer);
+#pragma unroll
+      for (int i = 0; i < kBinsOfThread; ++i) sizes[i] += static_cast<int>(bins[i]);
+    }
+    const Bin chosen = FindBin(shared, sizes, wanted);
+    prefix = prefix << digit_bits | static_cast<uint32_t>(chosen.number);
     wanted -= chosen.before;
-    if (wanted == chosen.size) return ((prefix + 1) << shift) - 1;
+    // All of a bin: its highest key is the last, whether there is a slot that has it or not.
+    if (wanted == chosen.size) return {static_cast<uint32_t>((uint64_t{prefix} + 1) << shift) - 1, INT32_MAX};
   }
+  return {prefix, wanted};
 }
 
 // Sorts `size` pairs of scratch 0 by key, stably; returns where they end up.
@@ -193,7 +246,8 @@ __device__ int SortTaken(Block<kBlocks>& block, int size, int key_bits) {
         of_all += theirs;
       }
     }
-    const Prefix prefix = BlockSum(of_all, shared.totals);
+    const Prefix prefix = BlockSum<kWarps>(of_all, shared.totals);
+    static_assert(kDigits <= kThreads);
     if (threadIdx.x < kDigits) shared.digit_start[threadIdx.x] = prefix.before + before;
     __syncthreads();
     uint32_t* sorted_keys = block.task.sort_keys[from ^ 1];
@@ -208,19 +262,12 @@ __device__ int SortTaken(Block<kBlocks>& block, int size, int key_bits) {
   return from;
 }
 
-// What is below a bound, key and slot together, is taken: `count` slots, `used` of them in use.
+// `count` slots of those that are open: up to `last`.
 template <int kBlocks>
 struct Bound {
   Open<kBlocks> open;
-  int slot_bits;
-  uint64_t last;
+  Last last;
   int count;
-  int used;
-
-  __device__ uint64_t KeyOf(int slot, int32_t priority) const {
-    return static_cast<uint64_t>(open.KeyOf(priority)) << slot_bits | static_cast<uint32_t>(slot);
-  }
-  __device__ bool Takes(int slot, int32_t priority, bool is_open) const { return is_open && KeyOf(slot, priority) <= last; }
 };
 
 // The bound of the `wanted` lowest slots, or of all that are not protected where they are fewer. Called by all blocks of a
@@ -238,10 +285,10 @@ __device__ Bound<kBlocks> FindBound(Block<kBlocks>& block, int wanted) {
     const uint64_t key = Ordered(priority);
     range = {min(range.low, key), max(range.high, key)};
   });
-  range = BlockRange(range, shared.ranges);
-  free = BlockSum(free, shared.totals).total;
+  range = BlockRange<kWarps>(range, shared.ranges);
+  free = BlockSum<kWarps>(free, shared.totals).total;
   __syncthreads();
-  used = BlockSum(used, shared.totals).total;
+  used = BlockSum<kWarps>(used, shared.totals).total;
   if (threadIdx.x < kBlocks) {
     *Remote(&shared.range_of_blocks[block.rank], threadIdx.x) = range;
     *Remote(&shared.free_of_blocks[block.rank], threadIdx.x) = free;
@@ -259,10 +306,8 @@ __device__ Bound<kBlocks> FindBound(Block<kBlocks>& block, int wanted) {
   wanted = min(wanted, free + used);
   open.only_free = free >= wanted;
   if (!open.only_free) open.low = static_cast<uint32_t>(range.low);
-  const int slot_bits = Bits(static_cast<uint64_t>(max(block.task.device_slots - 1, 1)));
   const int key_bits = open.only_free ? 0 : Bits(range.high - range.low + 1);
-  const uint64_t last = wanted > 0 ? FindLast(open, slot_bits, key_bits, wanted) : 0;
-  return {open, slot_bits, last, wanted, wanted - min(wanted, free)};
+  return {open, wanted > 0 ? FindLast(open, key_bits, wanted) : Last{0, 0}, wanted};
 }
 
 // So many slots as there may be.
@@ -270,33 +315,52 @@ template <int kBlocks>
 __device__ Taken SelectLowest(Block<kBlocks>& block, int wanted) {
   auto& shared = block.shared.select;
   const Bound<kBlocks> bound = FindBound(block, wanted);
-  if (bound.count == 0) return {block.task.sort_slots[0], 0, 0};
+  if (bound.count == 0) return {block.task.sort_slots[0], 0};
+  const Open<kBlocks>& open = bound.open;
+  const uint32_t last = bound.last.key;
 
   // The taken ones in order of slots.
-  int in_run = 0;
-  bound.open.ForEach([&](int slot, int32_t priority, bool is_open) {
-    in_run += __popc(__ballot_sync(kAllLanes, bound.Takes(slot, priority, is_open)));
+  int below = 0, ties = 0;
+  open.ForEach([&](int, int32_t priority, bool is_open) {
+    const uint32_t key = open.KeyOf(priority);
+    below += __popc(__ballot_sync(kAllLanes, is_open && key < last));
+    ties += __popc(__ballot_sync(kAllLanes, is_open && key == last));
   });
-  if (Lane() == 0) shared.totals[Warp()] = in_run;
+  if (Lane() == 0) {
+    shared.totals[Warp()] = below;
+    shared.ties[Warp()] = ties;
+  }
   __syncthreads();
-  const Prefix warps = PrefixOfWarps(shared.totals);
-  if (threadIdx.x < kBlocks) *Remote(&shared.taken_of_blocks[block.rank], threadIdx.x) = warps.total;
+  const Prefix below_of_warps = PrefixOfWarps<kWarps>(shared.totals), ties_of_warps = PrefixOfWarps<kWarps>(shared.ties);
+  if (threadIdx.x < kBlocks) {
+    *Remote(&shared.below_of_blocks[block.rank], threadIdx.x) = below_of_warps.total;
+    *Remote(&shared.ties_of_blocks[block.rank], threadIdx.x) = ties_of_warps.total;
+  }
   ClusterSync();
-  int next = warps.before;
-  for (int peer = 0; peer < block.rank; ++peer) next += shared.taken_of_blocks[peer];
-  bound.open.ForEach([&](int slot, int32_t priority, bool is_open) {
-    const bool takes = bound.Takes(slot, priority, is_open);
+  int next = 0, left = bound.last.ties;  // ties that are still taken
+  const auto skip = [&](int of_below, int of_ties) {
+    next += of_below + min(left, of_ties);
+    left -= min(left, of_ties);
+  };
+#pragma unroll 1
+  for (int peer = 0; peer < block.rank; ++peer) skip(shared.below_of_blocks[peer], shared.ties_of_blocks[peer]);
+  skip(below_of_warps.before, ties_of_warps.before);
+  open.ForEach([&](int slot, int32_t priority, bool is_open) {
+    const uint32_t key = open.KeyOf(priority);
+    const unsigned before = (1u << Lane()) - 1, tied = __ballot_sync(kAllLanes, is_open && key == last);
+    const bool takes = is_open && (key < last || (key == last && __popc(tied & before) < left));
     const unsigned lanes = __ballot_sync(kAllLanes, takes);
     if (takes) {
-      const int to = next + __popc(lanes & ((1u << Lane()) - 1));
-      block.task.sort_keys[0][to] = bound.open.KeyOf(priority);
+      const int to = next + __popc(lanes & before);
+      block.task.sort_keys[0][to] = key;
       block.task.sort_slots[0][to] = slot;
     }
     next += __popc(lanes);
+    left -= min(left, __popc(tied));
   });
   ClusterSync();
-  const int where = SortTaken(block, bound.count, Bits(bound.last >> bound.slot_bits));
-  return {block.task.sort_slots[where], bound.count, bound.used};
+  const int where = SortTaken(block, bound.count, Bits(last));
+  return {block.task.sort_slots[where], bound.count};
 }
 
 }  // namespace echo_ffi

@@ -1,16 +1,18 @@
 // How missing rows get slots. Knows the entries as the look left them in Block::seen.
 //
+//   Share    every block tells its lowest samples; nobody waits for them yet
 //   Rank     the entries of missing rows read who was first; firsts are counted in list order; later mentions hand their
 //            priority to the first; staged rows find the first mention of their row.
-//   -------- barrier: how many firsts each block has, and the lowest samples of all
-//   Collect  the bound of the lowest slots is guessed, and what lies below it goes to every block
+//   -------- barrier: all samples were told
+//   Collect  the bound of the lowest slots is guessed, and what lies below it goes to every block, with how many firsts
+//            this one has
 //   -------- barrier
 //   Choose   the collected slots are ranked.
 //   -------- barrier
 //   Finish   firsts take the slot of their rank, write all maps and the fills; later mentions read the first's rank.
 //
-// Where one row is missing, as in most layers of a decode step of one seat, the lowest slot of each block is what is told at
-// the first barrier, and Finish comes next. Where too many are missing for a guess, or it was a bad one, SelectLowest goes
+// Where one row is missing, as in most layers of a decode step of one seat, the lowest slot of each block is what is told,
+// there is one barrier, and Finish comes next. Where too many are missing for a guess, or it was a bad one, SelectLowest goes
 // through all slots before Finish.
 #ifndef ECHO_FFI_SLOTS_SETTLE_CUH_
 #define ECHO_FFI_SLOTS_SETTLE_CUH_
@@ -68,7 +70,7 @@ __device__ void Rank(Block<kBlocks>& block) {
   }
   __syncthreads();
   if (first_in_warp == 0) return;
-  int next = PrefixOfWarps(shared.warp_first).before;
+  int next = PrefixOfWarps<kWarps>(shared.warp_first).before;
 #pragma unroll 1
   for (int round = block.run_begin; round < block.run_end; round += 32) {
     const int m = round + Lane();
@@ -113,9 +115,9 @@ template <int kBlocks, typename SlotOfRank>
 __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
   auto& shared = block.shared;
   const AllocateTask& task = block.task;
-  int next_first = shared.first_before[block.rank] + PrefixOfWarps(shared.warp_first).before;
-  int next_fill = shared.fill_before + PrefixOfWarps(shared.warp_fill).before;
-  const int new_rows = task.length / task.per_seat * task.new_per_seat;
+  int next_first = shared.first_before[block.rank] + PrefixOfWarps<kWarps>(shared.warp_first).before;
+  int next_fill = shared.fill_before + PrefixOfWarps<kWarps>(shared.warp_fill).before;
+  const int new_rows = task.count_of_new();
   int useful = 0, recalled = 0, evicted = 0;
 #pragma unroll 1
   for (int round = block.run_begin; round < block.run_end; round += 32) {
@@ -135,7 +137,7 @@ __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
       evicted += TakeSlot(block, row, slot, best);
     } else if (wanted.seen < kNoSlot) {
       const int first = task.MentionOf(wanted.seen);
-      slot = slot_of_rank(shared.first_before[first / task.segment] + __ldcg(task.order() + first));
+      slot = slot_of_rank(shared.first_before[task.by_segment.Of(first)] + __ldcg(task.order() + first));
     }
     if (wanted.seen < kNoSlot) task.GiveSlot(m, slot);
     if (is_filled) {
@@ -187,32 +189,55 @@ __device__ int CountBefore(Block<kBlocks>& block) {
   return __reduce_add_sync(kAllLanes, firsts);
 }
 
-// `missing` mentions of rows that have no slot, at least one. Keys and marks are there; the cluster's blocks have arrived,
-// and nobody has waited.
+// Every block's firsts and fills to every other.
+template <int kBlocks>
+__device__ void TellCounts(Block<kBlocks>& block) {
+  auto& shared = block.shared;
+  if (Warp() != kWarps - 1) return;
+  const int firsts = __reduce_add_sync(kAllLanes, OfWarps<kWarps>(shared.warp_first));
+  const int fills = __reduce_add_sync(kAllLanes, OfWarps<kWarps>(shared.warp_fill));
+  if (Lane() >= kBlocks) return;
+  *Remote(&shared.first_of_blocks[block.rank], Lane()) = firsts;
+  *Remote(&shared.fill_of_blocks[block.rank], Lane()) = fills;
+}
+
+__device__ inline void WaitForKeys() {
+  WaitForCopies();
+  __syncthreads();
+}
+
+// `missing` mentions of rows that have no slot, at least one. Marks are there, and keys on their way; the cluster's blocks
+// have arrived where the look was apart, and nobody has waited.
 template <int kBlocks>
 __device__ void Settle(Block<kBlocks>& block, int missing, const Samples<kBlocks>& samples) {
   auto& shared = block.shared;
-  Rank(block);
-  ECHO_PHASE(Ranked);
-  FindStaged(block);
   const bool is_single = missing == 1, is_guessed = !is_single && IsGuessed(missing, block.task.device_slots);
-  ClusterWait();
-  ECHO_PHASE(AllStarted);
-  if (is_single || is_guessed) ShareLows(block, is_single ? LowestSlot(block) : samples.Lowest());
-  if (Warp() == kWarps - 1) {
-    const int firsts = __reduce_add_sync(kAllLanes, shared.warp_first[Lane()]);
-    const int fills = __reduce_add_sync(kAllLanes, shared.warp_fill[Lane()]);
-    if (Lane() < kBlocks) {
-      *Remote(&shared.first_of_blocks[block.rank], Lane()) = firsts;
-      *Remote(&shared.fill_of_blocks[block.rank], Lane()) = fills;
-    }
+  if (block.task.is_look_apart) ClusterWait();
+  if (is_single) {
+    WaitForKeys();
+    ShareLowest(block);
+  }
+  if (is_guessed) {
+    ShareLows(block, samples);
+    ClusterArrive();
   }
   ECHO_PHASE(Shared);
+  Rank(block);
+  FindStaged(block);
+  if (!is_single) WaitForKeys();
+  ECHO_PHASE(Ranked);
+  if (is_guessed) {
+    ClusterWait();
+    ECHO_PHASE(AllShared);
+    Collect(block, missing);
+    ECHO_PHASE(Collected);
+  }
+  TellCounts(block);
   ClusterSync();
-  ECHO_PHASE(AllRanked);
+  ECHO_PHASE(AllTold);
   const int rows = CountBefore(block);
   if (is_single) {
-    const uint64_t lowest = LowestOfWarp(LowOfGroup(block));
+    const uint64_t lowest = LowestOfBlocks(block);
     __syncthreads();
     Finish(block, [lowest](int) { return lowest == kNoKey ? kNoSlot : static_cast<int32_t>(lowest & 0xffffffffu); });
     ECHO_PHASE(Finished);
@@ -220,10 +245,6 @@ __device__ void Settle(Block<kBlocks>& block, int missing, const Samples<kBlocks
   }
   bool is_enough = false;
   if (is_guessed) {
-    Collect(block, GuessedBound(block, missing));
-    ECHO_PHASE(Collected);
-    ClusterSync();
-    ECHO_PHASE(AllCollected);
     is_enough = AreEnough(block, rows);
     if (is_enough) RankCandidates(block, rows);
     ECHO_PHASE(Chosen);

@@ -15,12 +15,41 @@
 
 namespace echo_ffi {
 
-inline constexpr int kBins = 1024;           // of a histogram of order keys: one a thread
+constexpr int kThreads = 1024;  // of a block; with 512 short lists take 1 us less, and a thousand missing rows 4 us more
+constexpr int kWarps = kThreads / 32;
+
+inline constexpr int kBins = 1024;           // of a histogram of order keys
 inline constexpr int kDigits = 256;          // of a pass of the sort
 inline constexpr int kSamples = 4096;        // slots from which a bound of the lowest ones is guessed
 inline constexpr int kMostCandidates = 4096;  // slots below a guessed bound
 inline constexpr int kGroups = 32;            // of samples, one a lane; the lowest of each are compared
-inline constexpr int kMostGuessed = kThreads;  // slots that are taken by a guess; one counts on more by the full method
+inline constexpr int kMostGuessed = 1024;     // slots that are taken by a guess; one counts on more by the full method
+inline constexpr int kChunk = 128;             // entries of a block of a look that is a kernel of its own
+inline constexpr int kMostBlocks = 16;         // of the cluster
+
+// Where in a chunk of ByOwner the slots of each block of the cluster begin, one more where they end, and how many entries of
+// the chunk are missing rows.
+struct alignas(32) ChunkHead {
+  uint8_t begin[kMostBlocks + 1];
+  uint8_t missing;
+};
+static_assert(kChunk <= UINT8_MAX);
+
+// Division by a number known at the launch: of 0 <= value < 2^31, in three instructions (Granlund and Montgomery, 1994).
+struct Divider {
+  uint32_t divisor = 1, magic = 1, shift = 0;
+
+  Divider() = default;
+  explicit Divider(int32_t by) : divisor(static_cast<uint32_t>(by)) {
+    while ((uint64_t{1} << shift) < divisor) ++shift;
+    magic = static_cast<uint32_t>((((uint64_t{1} << shift) - divisor) << 32) / divisor + 1);
+  }
+
+  __device__ int Of(int value) const {
+    const auto n = static_cast<uint32_t>(value);
+    return static_cast<int>((static_cast<uint32_t>(uint64_t{n} * magic >> 32) + n) >> shift);
+  }
+};
 
 struct AllocateTask {
   int32_t *slot_of, *host_of, *priority;
@@ -38,11 +67,13 @@ struct AllocateTask {
   int32_t segment;       // entries of a block, a multiple of 32
   int32_t run;           // entries of a warp, a multiple of 32
   int32_t adjacent;      // slots of a block, a multiple of 32
+  Divider by_seat, by_new_of_seat, by_segment, by_adjacent;
   bool are_keys_shared;  // their priorities are kept in shared memory; else read again
   bool is_list_shared;   // what the block's entries were found to be is kept in shared memory; else in scratch
   bool is_look_apart;    // the look is a kernel of its own
 
-  // Scratch by mention. Parts 3 to 6 are what is sorted; behind part 8, which ends with whole 16 bytes, is Block::seen.
+  // Scratch by mention. Parts 3 to 6 are what is sorted; behind part 8, which ends with whole 16 bytes, is Block::seen, and
+  // behind that what a look of its own leaves.
   __device__ int32_t* Scratch(int part) const { return scratch + part * static_cast<int64_t>(length); }
   __device__ int32_t* place() const { return Scratch(0); }  // of a missing row: lowest place in staged
   __device__ int32_t* best() const { return Scratch(1); }   // of a missing row: highest priority given
@@ -51,6 +82,15 @@ struct AllocateTask {
   // Slot, kNoSlot for padding and up to the next multiple of 4, or kMissing.
   __device__ int32_t* found() const { return Scratch(8); }
   __device__ int found_length() const { return (length + 3) / 4 * 4; }
+  __device__ int32_t* seen() const { return found() + found_length(); }
+  // The slots that were found in each chunk of the list, in order of the cluster's blocks that own them.
+  __device__ int32_t* by_owner() const { return seen() + length; }
+  __device__ int count_of_new() const { return by_seat.Of(length) * new_per_seat; }
+  __device__ int chunks() const { return (length + kChunk - 1) / kChunk; }
+  __device__ ChunkHead* heads() const {
+    const auto end = reinterpret_cast<uintptr_t>(by_owner() + length);
+    return reinterpret_cast<ChunkHead*>((end + alignof(ChunkHead) - 1) / alignof(ChunkHead) * alignof(ChunkHead));
+  }
 
   __device__ int32_t MarkerOf(int mention) const { return mention - length - 1; }
   __device__ int MentionOf(int32_t marker) const { return marker + length + 1; }
@@ -69,7 +109,7 @@ struct Entry {
   int seat, at;  // at: among the positions, or below 0 for a new row
 
   __device__ Entry(const AllocateTask& of_task, int mention)
-      : task(of_task), seat(mention / of_task.per_seat), at(mention - seat * of_task.per_seat - of_task.new_per_seat) {}
+      : task(of_task), seat(of_task.by_seat.Of(mention)), at(mention - seat * of_task.per_seat - of_task.new_per_seat) {}
 
   __device__ bool IsNew() const { return at < 0; }
   __device__ int AmongNew() const { return (seat + 1) * task.new_per_seat + at; }
@@ -97,8 +137,10 @@ struct SelectShared {
   Range range_of_blocks[kBlocks];
   int32_t free_of_blocks[kBlocks];
   int32_t used_of_blocks[kBlocks];
-  int32_t taken_of_blocks[kBlocks];
+  int32_t below_of_blocks[kBlocks];
+  int32_t ties_of_blocks[kBlocks];
   int32_t totals[kWarps];
+  int32_t ties[kWarps];
   int32_t bin, bin_before, bin_size;
 };
 
@@ -109,20 +151,23 @@ struct GuessShared {
 
   uint64_t lows[kWarps][kGroups];              // the lowest sample of each warp and group
   uint64_t low_of_blocks[kBlocks][kGroups];    // and of each block; where one slot is wanted, its lowest slot in [0]
+  uint64_t bound;
   uint64_t own[kRoom];                         // candidates
   uint64_t of_blocks[kBlocks][kRoom];
+  int32_t rank[kRoom];          // of the candidates of one block
   int32_t taken[kMostGuessed];  // slots by rank
   int32_t own_count;
   int32_t count_of_blocks[kBlocks];
 };
 
 // What a block counts of the whole list, and of its own part.
-struct Counted {
-  int32_t missing;       // mentions of rows without a slot, in the list
-  int32_t mentions;      // of slots of this block
-  int32_t marked;        // those slots, each once
-  int32_t fresh;         // new rows in this block's part
-  int32_t fresh_before;  // and in the parts before it
+enum Counted : int {
+  kMissingRows,  // mentions of rows without a slot, in the list
+  kMarked,       // slots of this block that are named
+  kRepeated,     // mentions of a slot of this block beyond its first
+  kFresh,        // new rows in this block's part
+  kFreshBefore,  // and in the parts before it
+  kCounted
 };
 
 template <int kBlocks>
@@ -131,7 +176,7 @@ struct alignas(16) AllocateShared {
     SelectShared<kBlocks> select;
     GuessShared<kBlocks> guess;
   };
-  Counted counted;
+  int32_t warp_counted[kCounted][kWarps];
   int32_t first_of_blocks[kBlocks];
   int32_t fill_of_blocks[kBlocks];
   int32_t first_before[kBlocks];
@@ -162,7 +207,7 @@ struct Block {
     std::byte* memory = SharedMemory() + sizeof(AllocateShared<kBlocks>);
     keys = reinterpret_cast<int32_t*>(memory);
     if (task.are_keys_shared) memory += task.adjacent * int64_t{4};
-    seen = task.is_list_shared ? reinterpret_cast<int32_t*>(memory) : task.found() + task.found_length() + begin;
+    seen = task.is_list_shared ? reinterpret_cast<int32_t*>(memory) : task.seen() + begin;
     if (task.is_list_shared) memory += task.segment * int64_t{4};
     is_protected = reinterpret_cast<uint32_t*>(memory);
   }
@@ -235,6 +280,10 @@ bool Divide(AllocateTask* task, int64_t limit) {
     task->sort_slots[which] = task->scratch + (4 + 2 * which) * length;
   }
   task->adjacent = static_cast<int32_t>(RoundUp((int64_t{task->device_slots} + blocks - 1) / blocks, 32));
+  task->by_seat = Divider(task->per_seat);
+  task->by_new_of_seat = Divider(std::max(task->new_per_seat, 1));
+  task->by_segment = Divider(task->segment);
+  task->by_adjacent = Divider(task->adjacent);
   task->is_list_shared = false;
   task->are_keys_shared = true;
   if (SharedBytes<kBlocks>(*task) > limit) task->are_keys_shared = false;

@@ -381,7 +381,7 @@ def emulate(
     free = np.array(maps.free)
     given = [np.array(array, np.int32) for array in (rows, priority, staged)]
     selected = length // per_seat * (per_seat - new_per_seat)
-    results = garbage(random, length if moved is None else selected, *[length] * 4, *[1] * 6, 10 * length + 4)
+    results = garbage(random, length if moved is None else selected, *[length] * 4, *[1] * 6, 12 * length + 20)
     error = ctypes.create_string_buffer(200)
     emulator.Emulate(
         pointers_to([*kept, *given, *results]),
@@ -496,6 +496,16 @@ def test_every_way_of_the_kernel_emulated(library, emulator, way):
     for seed in range(16):
         run = {"blocks": 2, "shared_limit": GPU_SHARED_BYTES, "seed": seed}
         assert_equal(emulate(emulator, few_rows(), *lists, **sizes, **run), expected)
+
+
+def test_division_by_a_number_known_at_the_launch(emulator):
+    random = np.random.default_rng(0)
+    divisors = [1, 2, 3, 7, 128, 2049, 2**30 + 1, 2**31 - 1, *random.integers(1, 2**31, 50)]
+    for by in map(int, divisors):
+        near = [count * by + more for count in (1, 2, (2**31 - 1) // by) for more in (-1, 0, 1)]
+        for value in [0, 2**31 - 1, *near, *map(int, random.integers(0, 2**31, 50))]:
+            if 0 <= value < 2**31:
+                assert emulator.Divide(value, by) == value // by, (value, by)
 
 
 @pytest.mark.parametrize("missing", [1, 6])

@@ -28,7 +28,7 @@ enum Count : int { kToFill, kHits, kUseful, kRecalled, kWritten, kEvicted, kCoun
 
 // Words of scratch of echo_allocate and of echo_require, which lists its fills behind the former; _ffi.py holds the same
 // numbers.
-constexpr int64_t AllocateScratch(int64_t length) { return 10 * length + 4; }
+constexpr int64_t AllocateScratch(int64_t length) { return 12 * length + 20; }
 constexpr int64_t RequireScratch(int64_t length) { return AllocateScratch(length) + 4 * length; }
 
 struct Maps {

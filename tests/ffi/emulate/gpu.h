@@ -40,7 +40,6 @@ struct uint4 {
 
 namespace emulate {
 
-constexpr int kBlockThreads = 1024;
 constexpr size_t kStackBytes = 64 * 1024;
 
 struct Index {
@@ -80,16 +79,17 @@ struct Fiber {
 
 class Gpu {
  public:
-  Gpu(int blocks, size_t shared_bytes, uint64_t seed) : random_(seed), shared_(blocks), ended_(blocks, 0) {
-    cluster_.expected = blocks * kBlockThreads;
+  Gpu(int blocks, size_t shared_bytes, uint64_t seed, int block_threads = 1024)
+      : block_threads_(block_threads), random_(seed), shared_(blocks), ended_(blocks, 0) {
+    cluster_.expected = blocks * block_threads;
     block_barriers_.resize(blocks);
-    for (auto& barrier : block_barriers_) barrier.expected = kBlockThreads;
-    warps_.resize(blocks * kBlockThreads / 32);
+    for (auto& barrier : block_barriers_) barrier.expected = block_threads_;
+    warps_.resize(blocks * block_threads_ / 32);
     for (auto& memory : shared_) {
       memory.resize(shared_bytes / 8 + 2);
       for (auto& word : memory) word = random_();  // shared memory starts as anything
     }
-    fibers_.resize(blocks * kBlockThreads);
+    fibers_.resize(blocks * block_threads_);
   }
 
   void Run(std::function<void()> kernel) {
@@ -97,8 +97,8 @@ class Gpu {
     current_gpu = this;
     for (size_t i = 0; i < fibers_.size(); ++i) {
       Fiber& fiber = fibers_[i];
-      fiber.block = static_cast<int>(i / kBlockThreads);
-      fiber.index.x = static_cast<unsigned>(i % kBlockThreads);
+      fiber.block = static_cast<int>(i / block_threads_);
+      fiber.index.x = static_cast<unsigned>(i % block_threads_);
       fiber.stack.reset(new char[kStackBytes]);
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = fiber.stack.get();
@@ -140,7 +140,7 @@ class Gpu {
   void* SharedOf(const void* own, int block) {
     if (block != running_->block) {
       if (!running_->has_met_cluster) Fail("shared memory of a block that need not have started");
-      if (ended_[block] == kBlockThreads) Fail("shared memory of a block that has ended");
+      if (ended_[block] == block_threads_) Fail("shared memory of a block that has ended");
     }
     return shared(block) + (static_cast<const std::byte*>(own) - shared(running_->block));
   }
@@ -161,7 +161,7 @@ class Gpu {
   const uint64_t* Trade(unsigned mask, uint64_t value) {
     const unsigned lane = running_->index.x % 32;
     if (!(mask >> lane & 1)) Fail("a lane outside the mask it gives");
-    Exchange& exchange = warps_[running_->block * kBlockThreads / 32 + running_->index.x / 32][mask];
+    Exchange& exchange = warps_[running_->block * block_threads_ / 32 + running_->index.x / 32][mask];
     exchange.barrier.expected = __builtin_popcount(mask);
     exchange.given[lane] = value;
     if (exchange.barrier.arrived + 1 == exchange.barrier.expected) {
@@ -184,7 +184,7 @@ class Gpu {
 
   // A warp runs until all its lanes wait, then another; until all warps wait. False where none could run.
   bool RunBlock(size_t block) {
-    std::vector<size_t> warps(kBlockThreads / 32);
+    std::vector<size_t> warps(block_threads_ / 32);
     std::iota(warps.begin(), warps.end(), block * warps.size());
     bool has_moved = false;
     for (bool again = true; again;) {
@@ -228,6 +228,7 @@ class Gpu {
     Leave();
   }
 
+  const int block_threads_;
   std::mt19937_64 random_;
   std::function<void()> kernel_;
   std::vector<std::vector<uint64_t>> shared_;

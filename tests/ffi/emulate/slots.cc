@@ -30,13 +30,19 @@ template <int kBlocks>
 void Run(echo_ffi::RequireTask task, int64_t shared_limit, uint64_t seed) {
   echo_ffi::AllocateTask& list = task.allocate;
   if (!echo_ffi::Divide<kBlocks>(&list, shared_limit)) throw std::runtime_error("the limit is too small");
-  // A look is at one entry at a time, whichever comes first.
   list.is_look_apart = seed % 3 != 0;
-  std::vector<int> threads(list.is_look_apart ? static_cast<size_t>(list.length / 2 + 4) : 0);
-  std::iota(threads.begin(), threads.end(), 0);
-  std::shuffle(threads.begin(), threads.end(), std::mt19937_64(seed));
-  for (const int thread : threads) echo_ffi::Look(list, thread, static_cast<int>(threads.size()));
-  emulate::Gpu gpu(kBlocks, static_cast<size_t>(echo_ffi::SharedBytes<kBlocks>(list)), seed);
+  // Blocks one after the other, whichever comes first, some with more than one chunk.
+  std::vector<int> looks(list.is_look_apart ? static_cast<size_t>(list.length / 200 + 1) : 0);
+  std::iota(looks.begin(), looks.end(), 0);
+  std::shuffle(looks.begin(), looks.end(), std::mt19937_64(seed));
+  for (const int block : looks) {
+    emulate::Gpu gpu(1, sizeof(echo_ffi::LookShared), seed + static_cast<uint64_t>(block), echo_ffi::kChunk);
+    gpu.Run([&] {
+      auto& shared = *reinterpret_cast<echo_ffi::LookShared*>(echo_ffi::SharedMemory());
+      echo_ffi::LookAtChunks(list, shared, block, static_cast<int>(looks.size()));
+    });
+  }
+  emulate::Gpu gpu(kBlocks, static_cast<size_t>(echo_ffi::SharedBytes<kBlocks>(list)), seed, echo_ffi::kThreads);
   gpu.Run([&] {
     if (list.are_fills_a_result) {
       echo_ffi::AllocateInCluster<kBlocks>(list);
@@ -123,5 +129,8 @@ int64_t EmulateAllocateBytes(int blocks) {
                                      : sizeof(echo_ffi::AllocateShared<16>);
   return static_cast<int64_t>(bytes);
 }
+
+// By echo_ffi::Divider.
+int Divide(int value, int by) { return echo_ffi::Divider(by).Of(value); }
 
 }  // extern "C"
