@@ -3,7 +3,8 @@
     JAX_PLATFORMS=cuda,cpu python -m bench.slots_phases [phases] [costs]        (about 25 s on an H200, nvcc included)
 
 phases  the kernels of ffi/src once more, with a clock at each of their named points (bench/slots_phases.cu)
-costs   launches, barriers, scattered loads and stores, marks in another SM's shared memory: one small kernel each
+costs   launches, barriers, scattered loads and stores, marks in another SM's shared memory, a straight line of
+        instructions in its first and its second turn: one small kernel each
 
 It knows the loads of bench.slots, compiles the instrumented kernels on the spot and reads their stamps. The library
 itself has no clocks: the points are empty there.
@@ -73,7 +74,7 @@ def allocate(maps, rows, priority, staged, *, per_seat: int, new_per_seat: int):
     """As pool.allocate by the library, of the instrumented kernels."""
     numbers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     given = pool.leaves(maps)
-    lists, scratch = (numbers(rows.shape),) * 5, numbers((10 * rows.shape[0] + 4,))
+    lists, scratch = (numbers(rows.shape),) * 5, numbers((12 * rows.shape[0] + 20,))
     results = (*map(jax.typeof, given), *lists, *(numbers(()),) * 6, scratch)
     call = jax.ffi.ffi_call("bench_phases_allocate", results, input_output_aliases={i: i for i in range(4)})
     sizes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat), "blocks": np.int64(BLOCKS)}
@@ -101,7 +102,7 @@ class Stamped:
 def in_microseconds(stamps: np.ndarray, cycles: float) -> np.ndarray:
     """The clocks of SMs differ: those of a cluster are put together at its first barrier, which all leave at once, and
     where nobody waits for one, as if all had begun at once."""
-    met = stamps[:, :, phase_names().index("AllStarted")]
+    met = stamps[:, :, phase_names().index("AllTold")]
     if not met.any():
         met = stamps[:, :, 0]
     since = (stamps - met.min(axis=1)[:, None, None]).astype(np.int32) / cycles
@@ -178,7 +179,7 @@ def phases() -> None:
 
 # ---- costs -----------------------------------------------------------------------------------------------------------
 
-PARTS = ("nothing", "barriers", "loads", "stores", "marks", "marks of two", "atomics", "grid meets")
+PARTS = ("nothing", "barriers", "loads", "stores", "marks", "marks of two", "atomics", "grid meets", "code")
 SHARED = 155 * 1024  # what a block of 300,000 slots asks for
 SCATTERED = 2**21
 
@@ -228,6 +229,8 @@ COSTS = (
     Cost("marks", 16, 1024, 0, 4096, is_cluster=True),
     Cost("marks", 16, 1024, 2, 4096, is_cluster=True),
     Cost("marks of two", 16, 1024, 2, 4096, is_cluster=True),
+    # The first turn through a straight line of instructions, and what another one adds.
+    *(Cost("code", 16, threads, turns) for threads in (32, 256, 1024) for turns in (0, 1, 2)),
 )
 
 
