@@ -143,7 +143,7 @@ class Bench:
         form, seats = FORMATS[RECORDS], self.given.seats
         records = jnp.zeros((self.config.device_slots, *form.shape), form.dtype)
         maps = pool.initial(self.config.host_rows, self.config.device_slots)
-        moved = calls.Moved(*(jnp.int32(0),) * 7)
+        moved = calls.Moved(*(jnp.zeros((), jnp.int32) for _ in range(7)))  # a buffer each: all are donated
         if isinstance(policy, int):
             rows = jnp.full((seats, policy), NO_ROW, jnp.int32)
             copied = jnp.zeros((seats, policy, *form.shape), form.dtype)
