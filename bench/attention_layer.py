@@ -10,7 +10,9 @@ The rooms are the library's own: `echo_layer` with FP8 keys and records, 64 inde
 prefetch in the scorer ("fused"), after it ("separate") or not at all ("none"). Everything a model would add is left
 out: projections before, the output after, and the write-back, which is one call a step for all layers. Several steps
 are one program, each waiting for the attended values of the one before it; every seat is full but for one position,
-which each step writes.
+which each step writes. What a call is given lies where it lay at the call before: its queries are made ahead and found
+by number, its counts are kept beside them. Where addresses change, XLA records the graph again, and one seat is done
+before that is.
 
 How a hit rate is made: the index query of a seat is a sum of a fixed direction, one that turns slowly, and a fresh one,
 each drawn for every head. The weight of the fresh one decides how much of the selected set is new at every step; it is
@@ -31,6 +33,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bench import gpu_timing, harness
 from bench.harness import Measurement, summarise
@@ -41,6 +44,7 @@ from echo_jax.eviction import Lru
 from echo_jax.formats import KeyFormat, RecordFormat, quantise_key
 from echo_jax.layer import LayerInputs
 from echo_jax.recall import StepView
+from echo_jax.stats import Moved
 from echo_jax.types import PAGE, LayerState
 
 FILE = "attention_layer.jsonl"
@@ -54,6 +58,7 @@ STAGING = 128  # of a seat
 PREFETCH_PER_POSITION = threshold.rows_per_position(115, 36, 32 * 98_304)
 TURN = 0.01  # radians a step, of a part of half the fixed one's weight
 DISTINCT = 4096  # records
+CALLS = 8  # that follow each other without a wait
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
 
@@ -66,6 +71,11 @@ class Size:
     steps: int  # in one program
     context: int = CONTEXT
     attend: str = "mosaic_gpu"
+
+    @property
+    def kept(self) -> int:
+        """Steps whose queries and counts are kept."""
+        return max(CALLS * self.steps, 16)
 
     def config(self, way: str) -> CacheConfig:
         return CacheConfig(
@@ -106,6 +116,17 @@ class Fixed(NamedTuple):
     key: jax.Array  # f32[B, 1, 128]
 
 
+class Carry(NamedTuple):
+    """What a call takes and gives back, in place."""
+
+    state: LayerState
+    clock: jax.Array  # i32[]
+    after: jax.Array  # f32[]  a zero that only the attended values before can tell
+    queries: jax.Array  # f32[kept, B, 1, G, 128]  of the steps to come
+    moved: Moved  # i32[kept] each, of the steps done
+    at: jax.Array  # i32[]  how many are done
+
+
 class Directions(NamedTuple):
     """Of index queries: f32[B, 1, G, 128] each, values of variance 1."""
 
@@ -126,30 +147,38 @@ def one_step(config: CacheConfig, host_pool, state: LayerState, fixed: Fixed, in
 
 
 def program(config: CacheConfig, steps: int):
-    """`steps` steps one after another: (state, clock, after), index queries f32[steps, ...] -> as many, and counts."""
+    """`steps` steps one after another: (Carry, host pool, Fixed) -> Carry."""
     step = jax.jit(functools.partial(one_step, config))  # traced once
 
-    def run(carry, host_pool, fixed, index_queries):
-        state, clock, after = carry
-        counts = []
-        for index in range(steps):
-            state, after, moved = step(host_pool, state, fixed, index_queries[index], clock + index, after)
-            counts.append(moved)
-        return (state, clock + steps, after), tuple(counts)
+    def run(carry: Carry, host_pool, fixed):
+        for _ in range(steps):
+            at = carry.at % carry.queries.shape[0]
+            query = jax.lax.dynamic_index_in_dim(carry.queries, at, keepdims=False)
+            state, after, moved = step(host_pool, carry.state, fixed, query, carry.clock, carry.after)
+            kept = jax.tree.map(lambda all_steps, one, at=at: all_steps.at[at].set(one), carry.moved, moved)
+            carry = Carry(state, carry.clock + 1, after, carry.queries, kept, carry.at + 1)
+        return carry
 
     return jax.jit(run, donate_argnums=0)
 
 
-@functools.partial(jax.jit, static_argnames="steps")
-def index_queries(directions: Directions, fresh: jax.Array, first: jax.Array, steps: int) -> jax.Array:
-    """f32[steps, B, 1, G, 128]: of `steps` steps from `first`; `fresh` is the weight of what is new at every step."""
+@functools.partial(jax.jit, donate_argnums=0)
+def with_queries(carry: Carry, directions: Directions, fresh: jax.Array, first: jax.Array) -> Carry:
+    """Index queries of steps from `first`; `fresh` is the weight of what is new at every step."""
 
     def one(step):
         turned = jnp.cos(TURN * step) * directions.start + jnp.sin(TURN * step) * directions.quarter
         new = jax.random.normal(jax.random.fold_in(jax.random.key(7), step), turned.shape)
         return (directions.fixed + 0.5 * turned + fresh * new) / jnp.sqrt(1.25 + fresh * fresh)
 
-    return jax.vmap(one)(first + jnp.arange(steps))
+    return carry._replace(queries=jax.vmap(one)(first + jnp.arange(carry.queries.shape[0])), at=jnp.int32(0))
+
+
+def first_carry(size: Size, config: CacheConfig) -> Carry:
+    """An empty pool, or the resident run's full one; the same index keys for all."""
+    queries = jnp.zeros((size.kept, size.seats, 1, INDEX_HEADS, 128), jnp.float32)
+    moved = Moved(**{field.name: jnp.zeros((size.kept,), jnp.int32) for field in dataclasses.fields(Moved)})
+    return Carry(first_state(config, jax.random.key(3)), jnp.int32(1), jnp.float32(0), queries, moved, jnp.int32(0))
 
 
 # ---- a layer with its state ------------------------------------------------------------------------------------------
@@ -162,31 +191,37 @@ class Layer:
         self.size, self.config = size, size.config(way)
         self.host_pool, self.fixed, self.directions = host_pool, fixed, directions
         self.compiled: Any = compiled.result()
-        self.carry = self.first_carry()
+        self.begin()
+
+    def begin(self) -> None:
+        made = jax.jit(functools.partial(first_carry, self.size, self.config))()
+        self.carry = jax.device_put(made, jax.devices()[0])
         self.time = 0
 
-    def first_carry(self):
-        """An empty pool, or the resident run's full one; the same index keys for all."""
-        state = first_state(self.config, jax.random.key(3))
-        return jax.device_put((state, jnp.int32(1), jnp.float32(0)), jax.devices()[0])
+    def prepare(self, fresh: float) -> None:
+        """Queries of the next steps, where those before lay."""
+        self.carry = with_queries(self.carry, self.directions, jnp.float32(fresh), jnp.int32(self.time))
+        jax.block_until_ready(self.carry)
 
-    def queries(self, fresh: float, calls: int) -> list[jax.Array]:
-        made = []
-        for _ in range(calls):
-            made.append(index_queries(self.directions, jnp.float32(fresh), jnp.int32(self.time), self.size.steps))
-            self.time += self.size.steps
-        return jax.block_until_ready(made)
+    def call(self) -> None:
+        self.carry = self.compiled(self.carry, self.host_pool, self.fixed)
+        self.time += self.size.steps
 
-    def run(self, queries: list[jax.Array]) -> tuple[float, list[Any]]:
-        """Microseconds a step of calls that follow each other without a wait, and what moved in each step."""
-        moved = []
+    def run(self, fresh: float, calls: int = CALLS) -> tuple[float, Moved]:
+        """Microseconds a step of `calls` <= CALLS calls that follow each other without a wait, and what moved in each
+        step."""
+        self.prepare(fresh)
         started = time.perf_counter()
-        for one in queries:
-            self.carry, counts = self.compiled(self.carry, self.host_pool, self.fixed, one)
-            moved += counts
+        for _ in range(calls):
+            self.call()
         jax.block_until_ready(self.carry)
         elapsed = (time.perf_counter() - started) * 1e6
-        return elapsed / (len(queries) * self.size.steps), moved
+        steps = calls * self.size.steps
+        return elapsed / steps, jax.tree.map(lambda of_steps: of_steps[:steps], jax.device_get(self.carry.moved))
+
+    def turn_over(self, fresh: float, steps: int) -> None:
+        for _ in range(-(-steps // (CALLS * self.size.steps))):
+            self.run(fresh)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -255,11 +290,10 @@ class Bench:
     def compile(self, size: Size, way: str, is_timeline: bool) -> Any:
         config = size.config(way)
         host_pool, fixed, _ = self.shared[size]
-        carry = jax.eval_shape(lambda: (first_state(config, jax.random.key(3)), jnp.int32(1), jnp.float32(0)))
+        carry = jax.eval_shape(functools.partial(first_carry, size, config))
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         carry = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), carry)
-        queries = jax.ShapeDtypeStruct((size.steps, size.seats, 1, INDEX_HEADS, 128), jnp.float32, sharding=device)
-        lowered = program(config, size.steps).lower(carry, host_pool if config.offload else None, fixed, queries)
+        lowered = program(config, size.steps).lower(carry, host_pool if config.offload else None, fixed)
         return lowered.compile(compiler_options=NO_GRAPHS if is_timeline else None)
 
     def layer(self, size: Size, way: str, is_timeline: bool = False) -> Layer:
@@ -271,22 +305,21 @@ class Bench:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def shares(moved: list[Any]) -> dict[str, float]:
+def shares(*moved: Moved) -> dict[str, float]:
     """Hit rate, and rows a step that were staged, useful and recalled."""
-    moved = jax.device_get(moved)
-    total = {name: float(sum(getattr(one, name) for one in moved)) for name in vars(moved[0])}
-    missing = total["useful"] + total["recalled"]
-    each = {name: total[name] / len(moved) for name in ("staged", "useful", "recalled", "evicted")}
-    return dict(hit=total["hits"] / (total["hits"] + missing), **each)
+    each = {name: float(np.mean([getattr(one, name) for one in moved])) for name in vars(moved[0])}
+    missing = each["useful"] + each["recalled"]
+    names = ("staged", "useful", "recalled", "evicted")
+    return dict(hit=each["hits"] / (each["hits"] + missing), **{name: each[name] for name in names})
 
 
-def calibrate(layer: Layer, wanted: float, turns: int) -> float:
+def calibrate(layer: Layer, wanted: float, steps: int) -> float:
     """The weight of the fresh direction at which the hit rate is `wanted`, within 0.002."""
     low, high = 0.0, 2.0  # nothing new but the turning part; hardly anything old
     fresh = 0.1
     for _ in range(10):
-        layer.run(layer.queries(fresh, turns))
-        hit = shares(layer.run(layer.queries(fresh, 8))[1])["hit"]
+        layer.turn_over(fresh, steps)
+        hit = shares(layer.run(fresh)[1])["hit"]
         print(f"  fresh directions of weight {fresh:.4f}: hit rate {hit:.4f}", flush=True)
         if abs(hit - wanted) < 0.002:
             break
@@ -295,18 +328,18 @@ def calibrate(layer: Layer, wanted: float, turns: int) -> float:
     return fresh
 
 
-def measure(layers: dict[str, Layer], fresh: float, turns: int, groups: int = 10, calls: int = 8):
+def measure(layers: dict[str, Layer], fresh: float, steps: int, groups: int = 10):
     """Each way in turn, so that what drifts meets all of them: us a step, and what moved."""
     times: dict[str, list[float]] = {way: [] for way in layers}
-    moved: dict[str, list[Any]] = {way: [] for way in layers}
+    moved: dict[str, list[Moved]] = {way: [] for way in layers}
     for layer in layers.values():
-        layer.run(layer.queries(fresh, turns))
+        layer.turn_over(fresh, steps)
     for _ in range(groups):
         for way, layer in layers.items():
-            elapsed, counts = layer.run(layer.queries(fresh, calls))
+            elapsed, counts = layer.run(fresh)
             times[way].append(elapsed)
-            moved[way] += counts
-    return {way: summarise(each) for way, each in times.items()}, {way: shares(each) for way, each in moved.items()}
+            moved[way].append(counts)
+    return {way: summarise(each) for way, each in times.items()}, {way: shares(*each) for way, each in moved.items()}
 
 
 def describe(share: dict[str, float]) -> str:
@@ -316,6 +349,7 @@ def describe(share: dict[str, float]) -> str:
 
 METHOD = (
     "{steps} chained steps in one program, 8 calls without a wait, wall clock a step, median of 10, the ways in turn; "
+    "no address changes from call to call; "
     "everything of `echo_layer` from given projections to attended values, without the write-back"
 )
 
@@ -337,9 +371,8 @@ def record(size: Size, claim: str | None, name: str, value: Measurement | float,
 def layer(bench: Bench, size: Size = LAYER) -> float:
     """[E.layer_us], [E.layer_resident_us]; the weight of fresh directions that was found."""
     layers = {way: bench.layer(size, way) for way in WAYS}
-    turns = -(-96 // size.steps)
-    fresh = calibrate(layers["separate"], HIT, turns)
-    times, share = measure(layers, fresh, turns)
+    fresh = calibrate(layers["separate"], HIT, 96)
+    times, share = measure(layers, fresh, 96)
     best = min(WAYS[1:], key=lambda way: times[way].median)
     for way in WAYS:
         claim = {"resident": "E.layer_resident_us", best: "E.layer_us"}.get(way)
@@ -354,20 +387,17 @@ def layer(bench: Bench, size: Size = LAYER) -> float:
 def light(bench: Bench, size: Size = LIGHT, fresh: float | None = None) -> None:
     """[D.light_load_us], and the first 16 steps from an empty pool."""
     layers = {way: bench.layer(size, way) for way in WAYS}
-    turns = -(-256 // size.steps)
     for way, one in layers.items():  # the programs run once before anything is timed
-        one.run(one.queries(0.1, 1))
-        one.carry, one.time = one.first_carry(), 0
-        cold = one.queries(fresh or 0.1, 16 // size.steps)
-        jax.block_until_ready(one.carry)
-        elapsed, moved = one.run(cold)
+        one.run(0.1, 1)
+        one.begin()
+        elapsed, moved = one.run(fresh or 0.1, 16 // size.steps)
         notes = describe(shares(moved)) if way != "resident" else ""
         print(f"B {size.seats} {way:>9}: the first 16 steps {elapsed:.1f} us each  {notes}", flush=True)
         name = f"attention part of a layer, B {size.seats}, {way}: the first 16 steps from an empty pool"
         record(size, None, name, elapsed, "us", notes, method="wall clock of the first 16 steps and one wait, over 16")
     if fresh is None:
-        fresh = calibrate(layers["separate"], HIT, turns)
-    times, share = measure(layers, fresh, turns)
+        fresh = calibrate(layers["separate"], HIT, 256)
+    times, share = measure(layers, fresh, 256)
     for way in WAYS:
         notes = f"prefetch {way}; {describe(share[way])}" if way != "resident" else "everything on the device"
         print(
@@ -385,9 +415,9 @@ def timeline(bench: Bench, size: Size, fresh: float) -> None:
     """The kernels of one step, in order; without graphs, one stream."""
     for way in ("fused", "separate", "resident"):
         one = bench.layer(size, way, is_timeline=True)
-        one.run(one.queries(fresh, 96))
-        left = iter(one.queries(fresh, 15))
-        times = gpu_timing.kernel_times(lambda one=one, left=left: one.run([next(left)])[0], repeats=12)
+        one.turn_over(fresh, 96)
+        one.prepare(fresh)
+        times = gpu_timing.kernel_times(lambda one=one: (one.call(), one.carry.at)[1], repeats=12)
         lines = [f"{each.median:6.1f}  {name}" for name, each in times.kernels if each.median >= 1]
         rest = [each.median for _, each in times.kernels if each.median < 1]
         print(
