@@ -7,12 +7,12 @@ light      B 1 x 98,304 in a pool that holds two thirds of the context: D.light_
 timeline   the kernels of one step at B 32, one by one, offloaded and resident
 
 The rooms are the library's own: `echo_layer` with FP8 keys and records, 64 index heads, 128 attention heads, T of 1,
-prefetch in the scorer ("fused"), after it ("separate") or not at all ("none"). Everything a model would add is left
-out: projections before, the output after, and the write-back, which is one call a step for all layers. Several steps
-are one program, each waiting for the attended values of the one before it; every seat is full but for one position,
-which each step writes. What a call is given lies where it lay at the call before: its queries are made ahead and found
-by number, its counts are kept beside them. Where addresses change, XLA records the graph again, and one seat is done
-before that is.
+prefetch in the scorer ("fused"), after it ("separate"), beside the selection ("second_stream") or not at all ("none").
+Everything a model would add is left out: projections before, the output after, and the write-back, which is one call a
+step for all layers. Several steps are one program, each waiting for the attended values of the one before it; every
+seat is full but for one position, which each step writes. What a call is given lies where it lay at the call before:
+its queries are made ahead and found by number, its counts are kept beside them. Where addresses change, XLA records the
+graph again, and one seat is done before that is.
 
 How a hit rate is made: the index query of a seat is a sum of a fixed direction, one that turns slowly, and a fresh one,
 each drawn for every head. The weight of the fresh one decides how much of the selected set is new at every step; it is
@@ -52,7 +52,7 @@ INDEX_HEADS, HEADS, K, LATENT, ROPE = 64, 128, 2048, 512, 64
 SCALE = 192**-0.5
 CONTEXT = 98_304
 HIT = 0.97
-WAYS = ("resident", "none", "separate", "fused")
+WAYS = ("resident", "none", "separate", "second_stream", "fused")
 STAGING = 128  # of a seat
 # Rows that cross the link while scores are made: 115 us for 32 x 98,304 positions, 36 rows a us beside them.
 PREFETCH_PER_POSITION = threshold.rows_per_position(115, 36, 32 * 98_304)
@@ -92,7 +92,7 @@ class Size:
             staging=0 if way == "none" else STAGING,
             prefetch_per_position=PREFETCH_PER_POSITION,
             offload=way != "resident",
-            prefetch_implementation="fused" if way == "fused" else "separate",
+            prefetch_implementation="separate" if way in ("resident", "none") else way,
             attend_implementation=self.attend,
         )
 

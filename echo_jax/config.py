@@ -37,8 +37,9 @@ class CacheConfig:
     slot_manager: str = "auto"  # the same: who keeps the slot maps
     score_implementation: str = "auto"  # "reference", "mosaic_gpu", or the best there is: the index scores of a step
     top_k_implementation: str = "auto"  # the same for the selection
-    # "separate": after the scores. "fused": while they are made, in one kernel; "auto" takes that where it is one for
-    # this GPU, if there are positions enough to hide a copy behind, and copies nothing ahead there if there are not.
+    # "separate": after the scores. "second_stream": then, but beside the selection, on a stream of its own, as are rows
+    # read ahead. "fused": while scores are made, in one kernel. "auto" takes that where it is one for this GPU, if
+    # there are positions enough to hide a copy behind, and copies nothing ahead there if there are not.
     prefetch_implementation: str = "auto"
     attend_implementation: str = "reference"  # or "mosaic_gpu", whose products round the query to bf16
     chunk: int = 512  # prompt tokens of one prefill call
@@ -84,7 +85,7 @@ class CacheConfig:
                 )
         for name, known in (
             ("score_implementation", ("auto", "reference", "mosaic_gpu")),
-            ("prefetch_implementation", ("auto", "separate", "fused")),
+            ("prefetch_implementation", ("auto", "separate", "second_stream", "fused")),
             ("attend_implementation", ("reference", "mosaic_gpu")),
         ):
             if getattr(self, name) not in known:

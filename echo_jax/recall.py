@@ -7,10 +7,11 @@ answer possible: on return every selected row and every new row has a slot that 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compute_on import compute_on
 
 from echo_jax import _ffi, hostmem, pool
 from echo_jax.config import CacheConfig
@@ -123,7 +124,11 @@ def _lowest(mask: jax.Array, cap: jax.Array, staging: int) -> tuple[jax.Array, j
 
 def _stage(config: CacheConfig, host_pool, layer, view: StepView, found: jax.Array, refused: jax.Array) -> Staging:
     rows = rows_at(view.rows, found)
-    records = hostmem.read_rows(host_pool, layer, rows.reshape(-1))
+    read: Any = hostmem.read_rows
+    if config.prefetch_implementation == "second_stream":
+        # Given no jitted function, for whose calls XLA finds no stream. A CPU has none, and computes in turn.
+        read = compute_on(read, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+    records = read(host_pool, layer, rows.reshape(-1))
     return Staging(rows, records.reshape(*rows.shape, *config.records.shape), refused)
 
 

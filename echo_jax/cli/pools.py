@@ -89,9 +89,10 @@ class PoolOptions:
     )
 
     prefetch: str = option(
-        "rows are copied ahead after the scores are made (separate) or by the scoring kernel itself (fused)",
+        "rows are copied ahead after the scores are made (separate), then but beside the selection (second_stream), or "
+        "by the scoring kernel itself (fused)",
         "auto",
-        choices=("auto", "separate", "fused"),
+        choices=("auto", "separate", "second_stream", "fused"),
         group="implementations",
     )
     attend: str = option(

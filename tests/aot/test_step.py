@@ -43,6 +43,7 @@ VARIANTS = {
         "prefetch_implementation": "fused",
         "threshold": Listing(),
     },
+    "second_stream": {"prefetch_implementation": "second_stream", "read_ahead": True},
     "mosaic_attend": {"fp8": True, "attend_implementation": "mosaic_gpu"},
     "resident": {"offload": False},
     "resident_four_tokens": {"offload": False, "tokens_per_step": 4},
@@ -130,6 +131,8 @@ def test_the_step_is_one_graph_in_place(variant):
         separate = config.cache.staging and config.cache.prefetch_implementation != "fused"
         ahead = (full if separate else 0) + (layers - full if config.cache.read_ahead else 0)
         assert calls.count("echo_read_rows") == ahead
+        beside = re.findall(r"kAsyncStart .*stream=computation_stream\[1\]", compiled.thunks)
+        assert len(beside) == (ahead if config.cache.prefetch_implementation == "second_stream" else 0)
 
 
 def test_a_step_without_graphs_is_told_apart():

@@ -45,10 +45,19 @@ def test_fused_prefetch_is_the_resident_run(monkeypatch):
     assert sum(int(np.sum(moved.refused)) for moved in fused.moved) > 0
 
 
+def test_a_second_stream_changes_nothing():
+    """On a CPU there is one, so that what is held is that the copies are the same."""
+    found, separate = run("second_stream"), run("separate")
+    assert scenarios.differences(found, scenarios.resident("bf16", "f32", 2, "plain", ONE_LAYER)) == []
+    check_counts(found, SETTING)
+    assert [moved.useful.tolist() for moved in found.moved] == [moved.useful.tolist() for moved in separate.moved]
+    assert sum(int(np.sum(moved.useful)) for moved in found.moved) > 0
+
+
 def test_an_unknown_way_to_prefetch_is_refused():
     config = scenarios.cache(PLAIN, offload=True, model=ONE_LAYER).cache
-    with pytest.raises(ValueError, match="prefetch_implementation 'second stream' is unknown"):
-        dataclasses.replace(config, prefetch_implementation="second stream")
+    with pytest.raises(ValueError, match="prefetch_implementation 'third_stream' is unknown"):
+        dataclasses.replace(config, prefetch_implementation="third_stream")
 
 
 def test_auto_is_the_kernel_of_a_gpu_where_there_is_one(monkeypatch):
