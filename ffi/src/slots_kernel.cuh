@@ -97,9 +97,9 @@ __device__ int ForEachOwn(const Block<kBlocks>& block, Use use) {
     });
     return missing;
   }
-  // Eight lanes a chunk, of whose 128 entries a sixteenth is this block's, as a rule; and as many chunks under way as there are
-  // of a list of 32 seats.
-  constexpr int kLanes = 8, kChunks = 5, kLoads = 2, kApart = kThreads / kLanes;
+  // Eight lanes a chunk, of whose 128 entries a sixteenth is this block's, as a rule; and as many chunks under way as registers
+  // hold: a list of 31 seats has no more.
+  constexpr int kLanes = 8, kChunks = 4, kLoads = 2, kApart = kThreads / kLanes;
   const int lane = static_cast<int>(threadIdx.x) % kLanes, first_slot = static_cast<int>(block.first_slot());
 #pragma unroll 1
   for (int chunk = static_cast<int>(threadIdx.x) / kLanes; chunk < task.chunks(); chunk += kChunks * kApart) {
