@@ -225,9 +225,9 @@ __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
     if (counts.of[kFresh] > 0) atomicAdd(task.counts[kWritten], counts.of[kFresh]);
   }
   if (counts.of[kRepeated] > 0) TouchRepeated(block);
+  WaitForCopies();
   if (counts.of[kMissingRows] > 0) {
-    WaitForCopies();  // of what was seen, before the keys, of which there are more than may lie in its way
-    if (task.is_look_apart) LoadKeys(block);
+    if (task.is_look_apart) LoadKeys(block);  // now that they are in nothing's way
     __syncthreads();
     ECHO_PHASE(SeenRead);
     Settle(block, counts.of[kMissingRows], samples);
@@ -238,7 +238,6 @@ __device__ bool AllocateOfBlock(Block<kBlocks>& block) {
     shared.fill_before = counts.of[kFreshBefore];
     shared.fills = counts.of[kFresh];
   }
-  WaitForCopies();
   __syncthreads();
   Rank(block);
   Finish(block, [](int) { return kNoSlot; });
