@@ -14,7 +14,8 @@ once    a few calls of each format and nothing else, for a profiler
     --repeats 30
 
 The default is 16 x 131,072; `--seats 1,8,16,32 --lengths 32768,65536,98304,131072 --repeats 12` is the whole grid,
-whose claims still come from 16 x 131,072 (but D.speedup_hit50_best, from the best shape).
+whose claims still come from 16 x 131,072 (but D.speedup_hit50_best, from the best shape of any run). Caps are swept
+where that shape is alone, which takes as long as the others together.
 
 It knows shapes and claims. What is measured at a shape stands in `prefetch_roads`, whether the kernel is right in
 `prefetch_checks`.
@@ -103,7 +104,7 @@ def bench(options: Options) -> None:
             for pages in options.pages:
                 points += bench_shape(seats, length, pages, pools, compiling, options, clock)
                 clock.lap(f"{seats} x {length}")
-        if len(options.shapes) > 1:
+        if options.shapes != [MAIN]:
             claims([point for point in points if point.hit == 0.5], options)
 
 
@@ -133,7 +134,7 @@ def bench_shape(
         points += short_road(bound, programs[records], indexer, options.hits)
         if is_main:
             claims(points, options)
-    for records, bound in bounds.items() if (seats, length) == MAIN else ():
+    for records, bound in bounds.items() if options.shapes == [MAIN] else ():
         of_format = [point for point in points if point.records == records]
         sweep_caps(bound, programs[records]("fused"), of_format)
         timeline(bound, programs[records]("timeline"), of_format)
