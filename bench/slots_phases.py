@@ -25,7 +25,7 @@ import numpy as np
 from bench import on_the_spot, slots
 from bench.gpu_timing import kernel_times, run_parts
 from bench.harness import Measurement, record, summarise
-from echo_jax import pool
+from echo_jax import _ffi, pool
 
 FILE = "slots_phases.jsonl"
 FFI = on_the_spot.BENCH.parent / "ffi"
@@ -74,7 +74,7 @@ def allocate(maps, rows, priority, staged, *, per_seat: int, new_per_seat: int):
     """As pool.allocate by the library, of the instrumented kernels."""
     numbers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     given = pool.leaves(maps)
-    lists, scratch = (numbers(rows.shape),) * 5, numbers((12 * rows.shape[0] + 20,))
+    lists, scratch = (numbers(rows.shape),) * 5, numbers((_ffi.allocate_scratch(rows.shape[0]),))
     results = (*map(jax.typeof, given), *lists, *(numbers(()),) * 6, scratch)
     call = jax.ffi.ffi_call("bench_phases_allocate", results, input_output_aliases={i: i for i in range(4)})
     sizes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat), "blocks": np.int64(BLOCKS)}

@@ -283,6 +283,11 @@ def top_k(
     return positions, kth_score
 
 
+def allocate_scratch(length: int) -> int:
+    """Words of scratch of `allocate` for a list of that length: AllocateScratch in slots.h."""
+    return 12 * length + 20
+
+
 def allocate(
     slot_of: jax.Array,
     host_of: jax.Array,
@@ -299,7 +304,7 @@ def allocate(
     """echo_allocate: the four maps, in place if donated; slots, four lists of fills, all i32[M]; and six counts
     i32[]."""
     maps, numbers = (slot_of, host_of, priority, free), functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    lists, scratch = (numbers(rows.shape),) * 5, numbers((12 * rows.shape[0] + 20,))  # AllocateScratch in slots.h
+    lists, scratch = (numbers(rows.shape),) * 5, numbers((allocate_scratch(rows.shape[0]),))
     results = (*map(jax.typeof, maps), *lists, *(numbers(()),) * 6, scratch)
     attributes = {"per_seat": np.int64(per_seat), "new_per_seat": np.int64(new_per_seat), "blocks": np.int64(blocks)}
     operands, aliases = (*maps, rows, touched, staged), {index: index for index in range(4)}
@@ -322,7 +327,7 @@ def require(
     """echo_require: the four maps and `records` [N_G, record], in place if donated; slots i32[B, S] of positions
     i32[B, S]; six counts i32[]."""
     numbers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    scratch = numbers((16 * touched.shape[0] + 20,))  # RequireScratch in slots.h
+    scratch = numbers((allocate_scratch(touched.shape[0]) + 4 * touched.shape[0],))  # RequireScratch in slots.h
     results = (*map(jax.typeof, (*maps, records)), numbers(positions.shape), *(numbers(()),) * 6, scratch)
     operands = (*maps, table, new_rows, positions, touched, staged, records, host_pool, layer, new, staged_records)
     aliases = {0: 0, 1: 1, 2: 2, 3: 3, 9: 4}

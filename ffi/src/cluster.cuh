@@ -23,6 +23,8 @@
 
 namespace echo_ffi {
 
+inline constexpr int kThreads = 1024;  // of a block
+inline constexpr int kWarps = kThreads / 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 #ifndef ECHO_EMULATE
@@ -89,34 +91,25 @@ __device__ inline int WarpInclusiveSum(int value) {
   return value;
 }
 
-// What each of kWarps <= 32 warps counted, a lane each; beyond them 0.
-template <int kWarps>
-__device__ int OfWarps(const int* totals) {
-  static_assert(kWarps <= 32);
-  return kWarps == 32 || Lane() < kWarps ? totals[Lane()] : 0;
-}
-
 // What the warps before this one counted, and what all of them did; totals[kWarps] as written before a barrier.
 struct Prefix {
   int before;
   int total;
 };
 
-template <int kWarps>
-__device__ Prefix PrefixOfWarps(const int* totals) {
-  const int own = OfWarps<kWarps>(totals);
+__device__ inline Prefix PrefixOfWarps(const int* totals) {
+  const int own = totals[Lane()];
   const int inclusive = WarpInclusiveSum(own);
   const int before = __shfl_sync(kAllLanes, inclusive - own, Warp());
   return {before, __shfl_sync(kAllLanes, inclusive, 31)};
 }
 
 // The sum of the threads before this one, and of all. Leaves totals[kWarps] in use until the next barrier.
-template <int kWarps>
-__device__ Prefix BlockSum(int value, int* totals) {
+__device__ inline Prefix BlockSum(int value, int* totals) {
   const int inclusive = WarpInclusiveSum(value);
   if (Lane() == 31) totals[Warp()] = inclusive;
   __syncthreads();
-  const Prefix warps = PrefixOfWarps<kWarps>(totals);
+  const Prefix warps = PrefixOfWarps(totals);
   return {warps.before + inclusive - value, warps.total};
 }
 
@@ -136,12 +129,11 @@ __device__ inline Range WarpRange(Range range) {
 }
 
 // The lowest low and the highest high of the block. Leaves ranges[kWarps] in use until the next barrier.
-template <int kWarps>
-__device__ Range BlockRange(Range range, Range* ranges) {
+__device__ inline Range BlockRange(Range range, Range* ranges) {
   range = WarpRange(range);
   if (Lane() == 0) ranges[Warp()] = range;
   __syncthreads();
-  return WarpRange(Lane() < kWarps ? ranges[Lane()] : range);
+  return WarpRange(ranges[Lane()]);
 }
 
 }  // namespace echo_ffi

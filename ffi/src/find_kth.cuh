@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "cluster.cuh"
-#include "row_scores.cuh"
 
 namespace echo_ffi::top_k {
 

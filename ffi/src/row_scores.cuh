@@ -13,8 +13,7 @@
 
 namespace echo_ffi::top_k {
 
-constexpr uint32_t kThreads = 1024;  // of a block
-constexpr uint32_t kWarps = kThreads / 32;
+constexpr uint32_t kThreads = echo_ffi::kThreads;
 constexpr uint32_t kBatch = 16;  // scores a thread holds at once, one bit each in a mask
 
 struct Vector {

@@ -128,10 +128,10 @@ __device__ __forceinline__ void MoveRows(const Jobs& jobs, int64_t limit, int wo
 //
 // As long as every row can have a warp of its own, it has: the first job of a warp is read beside the limit and not after
 // it. Longer lists are moved kMerged rows at a time. For a kernel that has its shared memory for itself MoveEvenly is better.
-template <typename Jobs, typename Word, int kLoads, int kMerged, int kMergedLoads, int kWarpsOfBlock = kBlockWarps>
+template <typename Jobs, typename Word, int kLoads, int kMerged, int kMergedLoads>
 __device__ __forceinline__ void MoveAll(const Jobs& jobs, int words, int64_t block, int64_t blocks) {
   const int lane = threadIdx.x % kLanes;
-  const int64_t warp = block * kWarpsOfBlock + threadIdx.x / kLanes, warps = blocks * kWarpsOfBlock;
+  const int64_t warp = block * kBlockWarps + threadIdx.x / kLanes, warps = blocks * kBlockWarps;
   const Move first = warp < jobs.length ? jobs.At(warp) : Move{};
   const int64_t limit = jobs.Limit();
   if (limit > warps) {

@@ -29,6 +29,10 @@ __device__ inline uint64_t PlaceOf(int32_t priority, int64_t slot) {
   return static_cast<uint64_t>(Ordered(priority)) << 32 | static_cast<uint32_t>(slot);
 }
 
+__device__ inline int32_t PriorityOf(uint64_t place) {
+  return static_cast<int32_t>(static_cast<uint32_t>(place >> 32) ^ 0x80000000u);
+}
+
 // The slot of a sample, ascending; beyond the last slot where there are fewer slots than samples.
 __device__ inline int32_t SampledSlot(int sample, int32_t slots) {
   if (slots <= kSamples) return sample;
@@ -90,7 +94,7 @@ __device__ uint64_t LowestSlot(const Block<kBlocks>& block) {
     for (int i = 0; i < 4; ++i) {
       if (open >> i & 1) low = min(low, PlaceOf(keys[i], block.first_slot() + at + i));
     }
-    if (low != kNoKey) highest = static_cast<int32_t>(static_cast<uint32_t>(low >> 32) ^ 0x80000000u);
+    if (low != kNoKey) highest = PriorityOf(low);
   });
   return low;
 }
@@ -103,11 +107,11 @@ __device__ void ShareLows(Block<kBlocks>& block, const Samples<kBlocks>& samples
   constexpr int kFilled = Samples<kBlocks>::kOfBlock < kThreads ? Samples<kBlocks>::kOfBlock / 32 : kWarps;  // with samples
   if (Warp() < kFilled) guess.lows[Warp()][Lane()] = samples.Lowest();
   __syncthreads();
+  if (Warp() >= kBlocks) return;
   uint64_t low = kNoKey;
 #pragma unroll
   for (int warp = 0; warp < kFilled; ++warp) low = min(low, guess.lows[warp][Lane()]);
-#pragma unroll 1
-  for (int peer = Warp(); peer < kBlocks; peer += kWarps) *Remote(&guess.low_of_blocks[block.rank][Lane()], peer) = low;
+  *Remote(&guess.low_of_blocks[block.rank][Lane()], Warp()) = low;
 }
 
 // The same where one slot is wanted: the lowest of each block's slots that are not protected, in [0].
@@ -118,7 +122,7 @@ __device__ void ShareLowest(Block<kBlocks>& block) {
   if (Lane() == 0) guess.lows[0][Warp()] = of_warp;
   __syncthreads();
   if (Warp() != 0) return;
-  const uint64_t low = LowestOfWarp(Lane() < kWarps ? guess.lows[0][Lane()] : kNoKey);
+  const uint64_t low = LowestOfWarp(guess.lows[0][Lane()]);
   if (Lane() < kBlocks) *Remote(&guess.low_of_blocks[block.rank][0], Lane()) = low;
   if (Lane() == 0 && low != kNoKey) FetchToL2(block.task.host_of + static_cast<uint32_t>(low));  // who may leave
 }
@@ -169,7 +173,7 @@ __device__ void Collect(Block<kBlocks>& block, int wanted) {
   }
   __syncthreads();
   const uint64_t bound = guess.bound;
-  const auto highest = static_cast<int32_t>(static_cast<uint32_t>(bound >> 32) ^ 0x80000000u);
+  const int32_t highest = PriorityOf(bound);
   ForEachFourOfSlots(block, [&](int at, int4 key) {
     if (min(min(key.x, key.y), min(key.z, key.w)) > highest) return;
     const uint32_t open = ~block.is_protected[at / 32] >> at % 32;

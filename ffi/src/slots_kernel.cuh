@@ -152,7 +152,7 @@ __device__ Counts SumOfBlock(Block<kBlocks>& block, Counts counts) {
   }
   __syncthreads();
 #pragma unroll
-  for (int which = 0; which < kCounted; ++which) counts.of[which] = __reduce_add_sync(kAllLanes, OfWarps<kWarps>(sums[which]));
+  for (int which = 0; which < kCounted; ++which) counts.of[which] = __reduce_add_sync(kAllLanes, sums[which][Lane()]);
   return counts;
 }
 
@@ -287,7 +287,7 @@ __device__ void RequireInCluster(const RequireTask& task) {
   const auto move_as = [&](auto shape) {
     using Chosen = decltype(shape);
     using Word = typename Chosen::Word;
-    MoveAll<FillJobs, Word, Chosen::kLoads, Chosen::kMerged, Chosen::kMergedLoads, kWarps>(
+    MoveAll<FillJobs, Word, Chosen::kLoads, Chosen::kMerged, Chosen::kMergedLoads>(
         jobs, static_cast<int>(bytes / static_cast<int64_t>(sizeof(Word))), 0, 1);
   };
   if (!task.is_aligned || bytes % 16 != 0) {

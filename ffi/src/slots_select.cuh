@@ -65,23 +65,14 @@ struct Bin {
   int size;
 };
 
-inline constexpr int kBinsOfThread = kBins / kThreads;  // neighbours
-
-// The bin of the `wanted`-th one (from 1), where each thread knows the sizes of its bins.
+// The bin of the `wanted`-th one (from 1), where each thread knows the size of the bin of its number.
 template <int kBlocks>
-__device__ Bin FindBin(SelectShared<kBlocks>& shared, const int (&sizes)[kBinsOfThread], int wanted) {
-  int of_thread = 0;
-#pragma unroll
-  for (const int size : sizes) of_thread += size;
-  int before = BlockSum<kWarps>(of_thread, shared.totals).before;
-#pragma unroll
-  for (int i = 0; i < kBinsOfThread; ++i) {
-    if (before < wanted && wanted <= before + sizes[i]) {
-      shared.bin = static_cast<int>(threadIdx.x) * kBinsOfThread + i;
-      shared.bin_before = before;
-      shared.bin_size = sizes[i];
-    }
-    before += sizes[i];
+__device__ Bin FindBin(SelectShared<kBlocks>& shared, int size, int wanted) {
+  const Prefix prefix = BlockSum(size, shared.totals);
+  if (prefix.before < wanted && wanted <= prefix.before + size) {
+    shared.bin = threadIdx.x;
+    shared.bin_before = prefix.before;
+    shared.bin_size = size;
   }
   __syncthreads();
   return {shared.bin, shared.bin_before, shared.bin_size};
@@ -143,7 +134,7 @@ struct Last {
 template <int kBlocks>
 __device__ Last FindLast(Open<kBlocks>& open, int key_bits, int wanted) {
   constexpr int kBinBits = 10;
-  static_assert(kBins == 1 << kBinBits);
+  static_assert(kBins == 1 << kBinBits && kBins == kThreads);
   auto& shared = open.block.shared.select;
   uint32_t prefix = 0;
   for (int round = 0, shift = key_bits; shift > 0; ++round) {
@@ -152,8 +143,7 @@ __device__ Last FindLast(Open<kBlocks>& open, int key_bits, int wanted) {
     const int above = shift;
     const int digit_bits = min(shift, kBinBits);
     shift -= digit_bits;
-#pragma unroll
-    for (int i = 0; i < kBinsOfThread; ++i) histogram[i * kThreads + threadIdx.x] = 0;
+    histogram[threadIdx.x] = 0;
     __syncthreads();
     open.ForEach([&](int, int32_t priority, bool is_open) {
       const uint32_t key = open.KeyOf(priority);
@@ -171,14 +161,10 @@ __device__ Last FindLast(Open<kBlocks>& open, int key_bits, int wanted) {
       }
     });
     ClusterSync();
-    int sizes[kBinsOfThread] = {};
+    uint32_t size = 0;
 #pragma unroll 4
-    for (int peer = 0; peer < kBlocks; ++peer) {
-      const uint32_t* bins = Remote(&histogram[threadIdx.x * kBinsOfThread], peer);
-#pragma unroll
-      for (int i = 0; i < kBinsOfThread; ++i) sizes[i] += static_cast<int>(bins[i]);
-    }
-    const Bin chosen = FindBin(shared, sizes, wanted);
+    for (int peer = 0; peer < kBlocks; ++peer) size += *Remote(&histogram[threadIdx.x], peer);
+    const Bin chosen = FindBin(shared, static_cast<int>(size), wanted);
     prefix = prefix << digit_bits | static_cast<uint32_t>(chosen.number);
     wanted -= chosen.before;
     // All of a bin: its highest key is the last, whether there is a slot that has it or not.
@@ -246,8 +232,7 @@ __device__ int SortTaken(Block<kBlocks>& block, int size, int key_bits) {
         of_all += theirs;
       }
     }
-    const Prefix prefix = BlockSum<kWarps>(of_all, shared.totals);
-    static_assert(kDigits <= kThreads);
+    const Prefix prefix = BlockSum(of_all, shared.totals);
     if (threadIdx.x < kDigits) shared.digit_start[threadIdx.x] = prefix.before + before;
     __syncthreads();
     uint32_t* sorted_keys = block.task.sort_keys[from ^ 1];
@@ -285,10 +270,10 @@ __device__ Bound<kBlocks> FindBound(Block<kBlocks>& block, int wanted) {
     const uint64_t key = Ordered(priority);
     range = {min(range.low, key), max(range.high, key)};
   });
-  range = BlockRange<kWarps>(range, shared.ranges);
-  free = BlockSum<kWarps>(free, shared.totals).total;
+  range = BlockRange(range, shared.ranges);
+  free = BlockSum(free, shared.totals).total;
   __syncthreads();
-  used = BlockSum<kWarps>(used, shared.totals).total;
+  used = BlockSum(used, shared.totals).total;
   if (threadIdx.x < kBlocks) {
     *Remote(&shared.range_of_blocks[block.rank], threadIdx.x) = range;
     *Remote(&shared.free_of_blocks[block.rank], threadIdx.x) = free;
@@ -331,7 +316,7 @@ __device__ Taken SelectLowest(Block<kBlocks>& block, int wanted) {
     shared.ties[Warp()] = ties;
   }
   __syncthreads();
-  const Prefix below_of_warps = PrefixOfWarps<kWarps>(shared.totals), ties_of_warps = PrefixOfWarps<kWarps>(shared.ties);
+  const Prefix below_of_warps = PrefixOfWarps(shared.totals), ties_of_warps = PrefixOfWarps(shared.ties);
   if (threadIdx.x < kBlocks) {
     *Remote(&shared.below_of_blocks[block.rank], threadIdx.x) = below_of_warps.total;
     *Remote(&shared.ties_of_blocks[block.rank], threadIdx.x) = ties_of_warps.total;

@@ -70,7 +70,7 @@ __device__ void Rank(Block<kBlocks>& block) {
   }
   __syncthreads();
   if (first_in_warp == 0) return;
-  int next = PrefixOfWarps<kWarps>(shared.warp_first).before;
+  int next = PrefixOfWarps(shared.warp_first).before;
 #pragma unroll 1
   for (int round = block.run_begin; round < block.run_end; round += 32) {
     const int m = round + Lane();
@@ -115,8 +115,8 @@ template <int kBlocks, typename SlotOfRank>
 __device__ void Finish(Block<kBlocks>& block, SlotOfRank slot_of_rank) {
   auto& shared = block.shared;
   const AllocateTask& task = block.task;
-  int next_first = shared.first_before[block.rank] + PrefixOfWarps<kWarps>(shared.warp_first).before;
-  int next_fill = shared.fill_before + PrefixOfWarps<kWarps>(shared.warp_fill).before;
+  int next_first = shared.first_before[block.rank] + PrefixOfWarps(shared.warp_first).before;
+  int next_fill = shared.fill_before + PrefixOfWarps(shared.warp_fill).before;
   const int new_rows = task.count_of_new();
   int useful = 0, recalled = 0, evicted = 0;
 #pragma unroll 1
@@ -194,8 +194,8 @@ template <int kBlocks>
 __device__ void TellCounts(Block<kBlocks>& block) {
   auto& shared = block.shared;
   if (Warp() != kWarps - 1) return;
-  const int firsts = __reduce_add_sync(kAllLanes, OfWarps<kWarps>(shared.warp_first));
-  const int fills = __reduce_add_sync(kAllLanes, OfWarps<kWarps>(shared.warp_fill));
+  const int firsts = __reduce_add_sync(kAllLanes, shared.warp_first[Lane()]);
+  const int fills = __reduce_add_sync(kAllLanes, shared.warp_fill[Lane()]);
   if (Lane() >= kBlocks) return;
   *Remote(&shared.first_of_blocks[block.rank], Lane()) = firsts;
   *Remote(&shared.fill_of_blocks[block.rank], Lane()) = fills;

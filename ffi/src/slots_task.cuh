@@ -15,15 +15,12 @@
 
 namespace echo_ffi {
 
-constexpr int kThreads = 1024;  // of a block; with 512 short lists take 1 us less, and a thousand missing rows 4 us more
-constexpr int kWarps = kThreads / 32;
-
-inline constexpr int kBins = 1024;           // of a histogram of order keys
+inline constexpr int kBins = 1024;           // of a histogram of order keys: one a thread
 inline constexpr int kDigits = 256;          // of a pass of the sort
 inline constexpr int kSamples = 4096;        // slots from which a bound of the lowest ones is guessed
 inline constexpr int kMostCandidates = 4096;  // slots below a guessed bound
 inline constexpr int kGroups = 32;            // of samples, one a lane; the lowest of each are compared
-inline constexpr int kMostGuessed = 1024;     // slots that are taken by a guess; one counts on more by the full method
+inline constexpr int kMostGuessed = kThreads;  // slots that are taken by a guess; one counts on more by the full method
 inline constexpr int kChunk = 128;             // entries of a block of a look that is a kernel of its own
 inline constexpr int kMostBlocks = 16;         // of the cluster
 

@@ -381,7 +381,8 @@ def emulate(
     free = np.array(maps.free)
     given = [np.array(array, np.int32) for array in (rows, priority, staged)]
     selected = length // per_seat * (per_seat - new_per_seat)
-    results = garbage(random, length if moved is None else selected, *[length] * 4, *[1] * 6, 12 * length + 20)
+    with_slots = length if moved is None else selected
+    results = garbage(random, with_slots, *[length] * 4, *[1] * 6, _ffi.allocate_scratch(length))
     error = ctypes.create_string_buffer(200)
     emulator.Emulate(
         pointers_to([*kept, *given, *results]),

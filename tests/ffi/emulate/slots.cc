@@ -42,7 +42,7 @@ void Run(echo_ffi::RequireTask task, int64_t shared_limit, uint64_t seed) {
       echo_ffi::LookAtChunks(list, shared, block, static_cast<int>(looks.size()));
     });
   }
-  emulate::Gpu gpu(kBlocks, static_cast<size_t>(echo_ffi::SharedBytes<kBlocks>(list)), seed, echo_ffi::kThreads);
+  emulate::Gpu gpu(kBlocks, static_cast<size_t>(echo_ffi::SharedBytes<kBlocks>(list)), seed);
   gpu.Run([&] {
     if (list.are_fills_a_result) {
       echo_ffi::AllocateInCluster<kBlocks>(list);
