@@ -13,7 +13,8 @@
 // low priorities lie: a place is drawn in each of s equal parts of the pool, and neighbours are in different groups.
 //
 // How the bound is found. Each lane has one group of samples, of which the lowest is kept, and the r-th lowest of those is
-// the bound: of a sorted list the first r would be in r groups as a rule. r above the number of groups is no guess.
+// the bound: of a sorted list the first r would be in r groups as a rule. For r above the number of groups, the groups of
+// each block are kept apart, and the lowest few of each block compared.
 #ifndef ECHO_FFI_SLOTS_GUESS_CUH_
 #define ECHO_FFI_SLOTS_GUESS_CUH_
 
@@ -48,10 +49,16 @@ __device__ inline int BoundRank(int wanted, int32_t slots) {
   return static_cast<int>(min(expected + 4 * sqrtf(expected), 1e6f)) + 4;
 }
 
-// Whether so many slots are looked for by a guess. Of a small pool all slots are candidates.
-__device__ inline bool IsGuessed(int wanted, int32_t slots) {
+// Whether so many slots are looked for by a guess. Of a small pool all slots are candidates; of a large one those expected
+// must leave room in each block for how unevenly they may lie.
+template <int kBlocks>
+__device__ bool IsGuessed(int wanted, int32_t slots) {
+  using Guess = GuessShared<kBlocks>;
   if (wanted > kMostGuessed || wanted > slots) return false;
-  return slots <= kSamples || BoundRank(wanted, slots) <= kGroups;
+  if (slots <= kSamples) return true;
+  const int rank = BoundRank(wanted, slots);
+  const float of_block = static_cast<float>(rank) / kSamples * static_cast<float>(slots) / kBlocks;
+  return rank <= max(kGroups, kBlocks * Guess::kFew / 2) && of_block + 4 * sqrtf(of_block) <= Guess::kRoom;
 }
 
 // This thread's part of the block's samples, on its way as soon as it is made.
@@ -151,26 +158,80 @@ __device__ inline uint64_t LowestOfLanes(uint64_t key, int rank) {
   return found == 0 ? kNoKey : __shfl_sync(kAllLanes, key, __ffs(static_cast<int>(found)) - 1);
 }
 
-// By one warp: what all of them would do takes the shuffles of an SM a microsecond.
-template <int kBlocks>
-__device__ uint64_t GuessedBound(const Block<kBlocks>& block, int wanted) {
-  if (block.task.device_slots <= kSamples) return kNoKey;
-  return LowestOfLanes(LowOfGroup(block), BoundRank(wanted, block.task.device_slots));
+// How many of the lanes' keys, which differ, are lower than this lane's.
+__device__ inline int RankInWarp(uint64_t key) {
+  int lower = 0;
+#pragma unroll 8
+  for (int lane = 0; lane < 32; ++lane) lower += __shfl_sync(kAllLanes, key, lane) < key;
+  return lower;
 }
 
-// The block's slots at or below the bound that are not protected, in any order, to every block, and how many there are;
+// Into shared.bound: the rank-th lowest (from 1) of the lowest few lows of every block. There after the block's next barrier.
+template <int kBlocks>
+__device__ void FindBoundAmongFew(Block<kBlocks>& block, int rank) {
+  auto& guess = block.shared.guess;
+  constexpr int kFew = GuessShared<kBlocks>::kFew, kAll = kBlocks * kFew, kParts = kThreads / kAll;
+  static_assert(kParts >= 1 && kThreads % kAll == 0);
+  const auto* few = &guess.few[0][0];
+#pragma unroll 1
+  for (int peer = Warp(); peer < kBlocks; peer += kWarps) {
+    const uint64_t low = guess.low_of_blocks[peer][Lane()];
+    const int lower = RankInWarp(low == kNoKey ? kNoKey - 1 - Lane() : low);  // those of no sample differ too
+    if (lower < kFew) guess.few[peer][lower] = low;
+  }
+  if (threadIdx.x < kAll) guess.rank_of_few[threadIdx.x] = 0;
+  if (threadIdx.x == 0) guess.bound = kNoKey;
+  __syncthreads();
+  const int own = static_cast<int>(threadIdx.x) % kAll, part = static_cast<int>(threadIdx.x) / kAll;
+  int lower = 0;
+#pragma unroll 4
+  for (int other = part * (kAll / kParts); other < (part + 1) * (kAll / kParts); ++other) lower += few[other] < few[own];
+  atomicAdd(&guess.rank_of_few[own], lower);
+  __syncthreads();
+  if (threadIdx.x < kAll && guess.rank_of_few[threadIdx.x] == rank - 1 && few[threadIdx.x] != kNoKey) {
+    guess.bound = few[threadIdx.x];
+  }
+}
+
+// Into shared.bound, there after the block's next barrier. By one warp where the rank is low: what all of them would do takes
+// the shuffles of an SM a microsecond.
+template <int kBlocks>
+__device__ void GuessBound(Block<kBlocks>& block, int wanted) {
+  auto& guess = block.shared.guess;
+  if (threadIdx.x == 0) guess.own_count = 0;
+  const bool has_bound = block.task.device_slots > kSamples;
+  const int rank = BoundRank(wanted, block.task.device_slots);
+  if (has_bound && rank > kGroups) {
+    FindBoundAmongFew(block, rank);
+  } else if (Warp() == 0) {
+    const uint64_t bound = has_bound ? LowestOfLanes(LowOfGroup(block), rank) : kNoKey;
+    if (Lane() == 0) guess.bound = bound;
+  }
+}
+
+// How many of `count` ascending places are lower.
+__device__ inline int CountLower(const uint64_t* places, int count, uint64_t place) {
+  int low = 0;
+#pragma unroll 1
+  while (count > 0) {
+    const int half = count / 2;
+    if (places[low + half] < place) {
+      low += half + 1;
+      count -= half + 1;
+    } else {
+      count = half;
+    }
+  }
+  return low;
+}
+
+// The block's slots at or below the bound that are not protected, in ascending order, to every block, and how many there are;
 // there by the next barrier of the cluster. Keys and marks are there, and what blocks told of `wanted` slots.
 template <int kBlocks>
 __device__ void Collect(Block<kBlocks>& block, int wanted) {
   auto& guess = block.shared.guess;
   constexpr int kRoom = GuessShared<kBlocks>::kRoom;
-  if (Warp() == 0) {
-    const uint64_t found = GuessedBound(block, wanted);
-    if (Lane() == 0) {
-      guess.bound = found;
-      guess.own_count = 0;
-    }
-  }
+  GuessBound(block, wanted);
   __syncthreads();
   const uint64_t bound = guess.bound;
   const int32_t highest = PriorityOf(bound);
@@ -189,9 +250,24 @@ __device__ void Collect(Block<kBlocks>& block, int wanted) {
   __syncthreads();
   const int found = guess.own_count;
   if (threadIdx.x < kBlocks) *Remote(&guess.count_of_blocks[block.rank], threadIdx.x) = found;
+  if (found > kRoom) return;  // the whole block: no guess then
+  // Each place among the block's own: a few threads compare it with a part of them.
+  constexpr int kAtOnce = 128, kParts = kThreads / kAtOnce;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < min(found, kRoom) * kBlocks; i += kThreads) {
-    *Remote(&guess.of_blocks[block.rank][i / kBlocks], i % kBlocks) = guess.own[i / kBlocks];
+  for (int i = threadIdx.x; i < found; i += kThreads) guess.rank[i] = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x % kAtOnce; i < found; i += kAtOnce) {
+    const uint64_t place = guess.own[i];
+    int lower = 0;
+#pragma unroll 4
+    for (int other = static_cast<int>(threadIdx.x) / kAtOnce; other < found; other += kParts) lower += guess.own[other] < place;
+    if (lower > 0) atomicAdd(&guess.rank[i], lower);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < found * kBlocks; i += kThreads) {
+    *Remote(&guess.of_blocks[block.rank][guess.rank[i / kBlocks]], i % kBlocks) = guess.own[i / kBlocks];
   }
 }
 
@@ -204,24 +280,17 @@ __device__ bool AreEnough(const Block<kBlocks>& block, int wanted) {
 }
 
 // The `wanted` lowest of the candidates, by rank, into `taken` of every block; there by the next barrier. Every block has
-// all candidates and ranks its own: as many of them at once as leave 16 threads for each, which compare with a part of all.
+// all candidates and ranks its own, whose ranks within the block are known: a thread looks for one in one other block's.
 template <int kBlocks>
 __device__ void RankCandidates(Block<kBlocks>& block, int wanted) {
   auto& guess = block.shared.guess;
-  constexpr int kAtOnce = kThreads / 16, kParts = 16 / kBlocks;  // of the candidates of a block
-  static_assert(kParts >= 1);
-  const int own = guess.own_count, peer = static_cast<int>(threadIdx.x) / kAtOnce % kBlocks;
-  const int part = static_cast<int>(threadIdx.x) / kAtOnce / kBlocks, count = guess.count_of_blocks[peer];
+  const int own = guess.own_count;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < own; i += kThreads) guess.rank[i] = 0;
-  __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x % kAtOnce; i < own; i += kAtOnce) {
-    const uint64_t place = guess.own[i];
-    int lower = 0;
-#pragma unroll 4
-    for (int other = part; other < count; other += kParts) lower += guess.of_blocks[peer][other] < place;
-    if (lower > 0) atomicAdd(&guess.rank[i], lower);
+  for (int i = threadIdx.x; i < own * kBlocks; i += kThreads) {
+    const int peer = i % kBlocks;
+    if (peer == block.rank) continue;
+    const int lower = CountLower(guess.of_blocks[peer], guess.count_of_blocks[peer], guess.own[i / kBlocks]);
+    if (lower > 0) atomicAdd(&guess.rank[i / kBlocks], lower);
   }
   __syncthreads();
 #pragma unroll 1

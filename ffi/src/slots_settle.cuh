@@ -211,7 +211,7 @@ __device__ inline void WaitForKeys() {
 template <int kBlocks>
 __device__ void Settle(Block<kBlocks>& block, int missing, const Samples<kBlocks>& samples) {
   auto& shared = block.shared;
-  const bool is_single = missing == 1, is_guessed = !is_single && IsGuessed(missing, block.task.device_slots);
+  const bool is_single = missing == 1, is_guessed = !is_single && IsGuessed<kBlocks>(missing, block.task.device_slots);
   if (block.task.is_look_apart) ClusterWait();
   if (is_single) {
     WaitForKeys();

@@ -18,9 +18,9 @@ namespace echo_ffi {
 inline constexpr int kBins = 1024;           // of a histogram of order keys: one a thread
 inline constexpr int kDigits = 256;          // of a pass of the sort
 inline constexpr int kSamples = 4096;        // slots from which a bound of the lowest ones is guessed
-inline constexpr int kMostCandidates = 4096;  // slots below a guessed bound
+inline constexpr int kMostCandidates = 6144;  // slots below a guessed bound
 inline constexpr int kGroups = 32;            // of samples, one a lane; the lowest of each are compared
-inline constexpr int kMostGuessed = kThreads;  // slots that are taken by a guess; one counts on more by the full method
+inline constexpr int kMostGuessed = 3072;     // slots that are taken by a guess; one counts on more by the full method
 inline constexpr int kChunk = 128;             // entries of a block of a look that is a kernel of its own
 inline constexpr int kMostBlocks = 16;         // of the cluster
 
@@ -148,10 +148,13 @@ struct GuessShared {
 
   uint64_t lows[kWarps][kGroups];              // the lowest sample of each warp and group
   uint64_t low_of_blocks[kBlocks][kGroups];    // and of each block; where one slot is wanted, its lowest slot in [0]
+  static constexpr int kFew = kBlocks >= 16 ? 16 : 32;  // lows of a block, among which a high rank is looked for
+  uint64_t few[kBlocks][kFew];
+  int32_t rank_of_few[kBlocks * kFew];
   uint64_t bound;
   uint64_t own[kRoom];                         // candidates
-  uint64_t of_blocks[kBlocks][kRoom];
-  int32_t rank[kRoom];          // of the candidates of one block
+  uint64_t of_blocks[kBlocks][kRoom];  // ascending
+  int32_t rank[kRoom];          // of own: in the block, then among all
   int32_t taken[kMostGuessed];  // slots by rank
   int32_t own_count;
   int32_t count_of_blocks[kBlocks];

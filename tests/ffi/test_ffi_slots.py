@@ -526,6 +526,21 @@ def test_the_lowest_slots_are_selected_themselves(library, emulator, missing):
         assert_equal(emulate(emulator, maps, *lists, **sizes, **run), expected)
 
 
+@pytest.mark.parametrize("ages", [1, 7, 200], ids=lambda ages: f"{ages}_ages")
+@pytest.mark.parametrize(("blocks", "missing"), [(8, 900), (16, 2300)])
+def test_many_slots_are_taken_by_a_guess(library, emulator, blocks, missing, ages):
+    """Beyond what the groups of one warp can tell, of a pool large enough for it."""
+    case = histories.Case("large", 300_000, 120_000, 1, 1, warm=1.0, ages=ages)
+    random = np.random.default_rng(missing)
+    maps = histories.draw_maps(random, case)
+    absent = random.choice(np.flatnonzero(maps.slot_of == NO_SLOT), missing, replace=False)
+    rows = random.permutation(np.concatenate([random.choice(maps.host_of, 3000, replace=False), absent]))
+    lists, sizes = (rows.astype(np.int32), np.full(len(rows), 5, np.int32), absent[:9]), {"per_seat": 1, "new_per_seat": 0}
+    expected = jax.device_get(jax.jit(functools.partial(allocate, **sizes))(*jax.device_put((maps, *lists), CPU)))
+    run = {"blocks": blocks, "shared_limit": GPU_SHARED_BYTES, "seed": missing}
+    assert_equal(emulate(emulator, maps, *lists, **sizes, **run), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [8, 16])
 @pytest.mark.parametrize("case", histories.CASES, ids=lambda case: case.name)
