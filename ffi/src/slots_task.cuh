@@ -37,7 +37,8 @@ struct Divider {
   uint32_t divisor = 1, magic = 1, shift = 0;
 
   Divider() = default;
-  explicit Divider(int32_t by) : divisor(static_cast<uint32_t>(by)) {
+  // A list or a pool of nothing has parts of 0, by which nothing is divided.
+  explicit Divider(int32_t by) : divisor(static_cast<uint32_t>(std::max(by, 1))) {
     while ((uint64_t{1} << shift) < divisor) ++shift;
     magic = static_cast<uint32_t>((((uint64_t{1} << shift) - divisor) << 32) / divisor + 1);
   }

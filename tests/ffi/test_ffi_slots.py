@@ -486,6 +486,20 @@ def test_the_kernel_of_the_gpu_emulated(library, emulator, case, is_tight):
     check_history(emulator, case, 1, 4, blocks=2, is_tight=is_tight)
 
 
+@pytest.mark.parametrize(("slots", "length"), [(SLOTS, 0), (0, 0), (0, 12)], ids=["list", "both", "pool"])
+def test_lists_and_pools_of_nothing_emulated(library, emulator, slots, length):
+    """Nothing is cut into parts of 0 entries, and nothing divides by them."""
+    maps = few_rows()
+    if slots == 0:
+        maps = SlotMaps(np.full(HOST_ROWS, NO_SLOT, np.int32), *(np.asarray(leaf)[:0] for leaf in jax.tree.leaves(maps)[1:]))
+    lists = np.full(length, NO_ROW, np.int32), np.arange(length, dtype=np.int32), np.asarray([41, -1], np.int32)
+    sizes = {"per_seat": 6, "new_per_seat": 1}
+    expected = jax.device_get(jax.jit(functools.partial(allocate, **sizes))(*jax.device_put((maps, *lists), CPU)))
+    for blocks in (2, 16):
+        run = {"blocks": blocks, "shared_limit": GPU_SHARED_BYTES, "seed": blocks}
+        assert_equal(emulate(emulator, maps, *lists, **sizes, **run), expected)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_the_kernel_emulated(library, emulator, way):
     """The second seat is the twelfth here, so that both blocks have a part of the list."""
