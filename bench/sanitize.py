@@ -194,8 +194,8 @@ def main() -> None:
     sanitizer, nvcc = tool_path("compute-sanitizer"), tool_path("nvcc")
     folder = Path(tempfile.mkdtemp(prefix="echo_sanitize_"))
 
-    # A test's own limit is made for its usual speed; here `--limit` is what counts.
-    pytest = [sys.executable, "-m", "pytest", "-v", "--durations=0", "-p", "no:cacheprovider", "-o", "timeout=0", "-m", "gpu"]
+    pytest = [sys.executable, "-m", "pytest", "-v", "--durations=0", "-p", "no:cacheprovider", "-m", "gpu"]
+    pytest += ["-o", "timeout=0"]  # a test's own limit is made for its usual speed; here `--limit` is what counts
     runs = {
         (tool, part): start(
             sanitizer, tool, f"{tool}_{part}", target.kernels, [*pytest, *target.tests(tool, part)], folder

@@ -491,7 +491,8 @@ def test_lists_and_pools_of_nothing_emulated(library, emulator, slots, length):
     """Nothing is cut into parts of 0 entries, and nothing divides by them."""
     maps = few_rows()
     if slots == 0:
-        maps = SlotMaps(np.full(HOST_ROWS, NO_SLOT, np.int32), *(np.asarray(leaf)[:0] for leaf in jax.tree.leaves(maps)[1:]))
+        of_slots = {name: getattr(maps, name)[:0] for name in ("host_of", "priority", "free")}
+        maps = maps.replace(slot_of=np.full(HOST_ROWS, NO_SLOT, np.int32), **of_slots)
     lists = np.full(length, NO_ROW, np.int32), np.arange(length, dtype=np.int32), np.asarray([41, -1], np.int32)
     sizes = {"per_seat": 6, "new_per_seat": 1}
     expected = jax.device_get(jax.jit(functools.partial(allocate, **sizes))(*jax.device_put((maps, *lists), CPU)))
@@ -549,7 +550,8 @@ def test_many_slots_are_taken_by_a_guess(library, emulator, blocks, missing, age
     maps = histories.draw_maps(random, case)
     absent = random.choice(np.flatnonzero(maps.slot_of == NO_SLOT), missing, replace=False)
     rows = random.permutation(np.concatenate([random.choice(maps.host_of, 3000, replace=False), absent]))
-    lists, sizes = (rows.astype(np.int32), np.full(len(rows), 5, np.int32), absent[:9]), {"per_seat": 1, "new_per_seat": 0}
+    lists = rows.astype(np.int32), np.full(len(rows), 5, np.int32), absent[:9]
+    sizes = {"per_seat": 1, "new_per_seat": 0}
     expected = jax.device_get(jax.jit(functools.partial(allocate, **sizes))(*jax.device_put((maps, *lists), CPU)))
     run = {"blocks": blocks, "shared_limit": GPU_SHARED_BYTES, "seed": missing}
     assert_equal(emulate(emulator, maps, *lists, **sizes, **run), expected)
