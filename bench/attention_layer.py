@@ -110,7 +110,7 @@ class Fixed(NamedTuple):
     """What every step is given besides its index query; arrays on the device."""
 
     view: StepView
-    query: jax.Array  # f32[B, 1, H, 576]
+    query: jax.Array  # bf16[B, 1, H, 576]  as a projection leaves it
     record: jax.Array  # f32[B, 1, 576]
     weights: jax.Array  # f32[B, 1, G]
     key: jax.Array  # f32[B, 1, 128]
@@ -123,7 +123,7 @@ class Carry(NamedTuple):
     clock: jax.Array  # i32[]
     after: jax.Array  # f32[]  a zero that only the attended values before can tell
     queries: jax.Array  # f32[kept, B, 1, G, 128]  of the steps to come
-    moved: Moved  # i32[kept] each, of the steps done
+    moved: jax.Array  # i32[kept, fields of Moved]  of the steps done; one array, so that one kernel writes it
     at: jax.Array  # i32[]  how many are done
 
 
@@ -143,7 +143,9 @@ def one_step(config: CacheConfig, host_pool, state: LayerState, fixed: Fixed, in
     view = fixed.view._replace(step=clock)
     inputs = LayerInputs(fixed.query, fixed.record, index_query, fixed.weights + after, fixed.key)
     state, out = layer_lib.echo_layer(config, state, host_pool, 0, view, inputs, scale=SCALE)
-    return state, jnp.minimum(jnp.abs(out.attended[0, 0, 0, 0]), 0.0), out.moved
+    # What is counted is kept once the values are there: before, it would stand between a record and its use.
+    attended, moved = jax.lax.optimization_barrier((out.attended, out.moved))
+    return state, jnp.minimum(jnp.abs(attended[0, 0, 0, 0]), 0.0), moved
 
 
 def program(config: CacheConfig, steps: int):
@@ -155,7 +157,7 @@ def program(config: CacheConfig, steps: int):
             at = carry.at % carry.queries.shape[0]
             query = jax.lax.dynamic_index_in_dim(carry.queries, at, keepdims=False)
             state, after, moved = step(host_pool, carry.state, fixed, query, carry.clock, carry.after)
-            kept = jax.tree.map(lambda all_steps, one, at=at: all_steps.at[at].set(one), carry.moved, moved)
+            kept = carry.moved.at[at].set(jnp.stack(jax.tree.leaves(moved)))
             carry = Carry(state, carry.clock + 1, after, carry.queries, kept, carry.at + 1)
         return carry
 
@@ -177,7 +179,7 @@ def with_queries(carry: Carry, directions: Directions, fresh: jax.Array, first: 
 def first_carry(size: Size, config: CacheConfig) -> Carry:
     """An empty pool, or the resident run's full one; the same index keys for all."""
     queries = jnp.zeros((size.kept, size.seats, 1, INDEX_HEADS, 128), jnp.float32)
-    moved = Moved(**{field.name: jnp.zeros((size.kept,), jnp.int32) for field in dataclasses.fields(Moved)})
+    moved = jnp.zeros((size.kept, len(dataclasses.fields(Moved))), jnp.int32)
     return Carry(first_state(config, jax.random.key(3)), jnp.int32(1), jnp.float32(0), queries, moved, jnp.int32(0))
 
 
@@ -217,7 +219,7 @@ class Layer:
         jax.block_until_ready(self.carry)
         elapsed = (time.perf_counter() - started) * 1e6
         steps = calls * self.size.steps
-        return elapsed / steps, jax.tree.map(lambda of_steps: of_steps[:steps], jax.device_get(self.carry.moved))
+        return elapsed / steps, Moved(*jax.device_get(self.carry.moved)[:steps].T)
 
     def turn_over(self, fresh: float, steps: int) -> None:
         for _ in range(-(-steps // (CALLS * self.size.steps))):
@@ -268,7 +270,7 @@ def arrays(size: Size) -> tuple[Fixed, Directions]:
     view = StepView(rows, length, length[:, None], rows[:, -1:], length[:, None] + 1, jnp.int32(0))
     fixed = Fixed(
         view,
-        jax.random.normal(names[0], (seats, 1, HEADS, LATENT + ROPE)),
+        jax.random.normal(names[0], (seats, 1, HEADS, LATENT + ROPE), jnp.bfloat16),
         jax.random.normal(names[1], (seats, 1, LATENT + ROPE)),
         jnp.abs(jax.random.normal(names[2], (seats, 1, INDEX_HEADS))),
         jax.random.normal(names[3], (seats, 1, 128)),

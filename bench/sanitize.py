@@ -1,6 +1,6 @@
 """Does compute-sanitizer find anything in the library's kernels? memcheck and racecheck over a short list of GPU tests.
 
-    python -m bench.sanitize [ffi | indexer_scores] [--limit 65]      about 60 s on one GPU
+    python -m bench.sanitize [ffi | indexer_scores] [--limit 65] [--parts slots,require]      about 60 s on one GPU
 
 The tests of a target named below are run by both tools, part by part, in processes side by side, and the tools look at
 the kernels whose names the target's filter takes; XLA's own are not ours to judge. racecheck follows every access to
@@ -9,8 +9,8 @@ that kernel's ways once each, at the smallest sizes that take them. Each tool mu
 bench/faulty.cu, by the filter of ffi: where nothing is found there, nothing found here says nothing. XLA allocates
 every buffer by itself, so that a step past the end of one shows, and forms no CUDA graphs.
 
-The number recorded (for ffi as B.sanitizer) is the sum of both tools' findings. Nothing is recorded where a tool did
-not end, a test failed, or the faults were not found; the exit code says so.
+The number recorded (for ffi, of all its parts, as B.sanitizer) is the sum of both tools' findings. Nothing is recorded
+where a tool did not end, a test failed, or the faults were not found; the exit code says so.
 """
 
 from __future__ import annotations
@@ -188,8 +188,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("target", nargs="?", default="ffi", choices=TARGETS)
     parser.add_argument("--limit", type=float, default=65.0, help="seconds until what still runs is stopped")
+    parser.add_argument("--parts", type=lambda text: text.split(","), help="of the target; all of them where not said")
     options = parser.parse_args()
-    target = TARGETS[options.target]
+    target, looked_at = TARGETS[options.target], " and ".join(options.parts or [options.target])
+    if options.parts is not None:
+        parts = {part: target.parts[part] for part in options.parts}
+        target = dataclasses.replace(target, parts=parts, claim=None)
     deadline = time.monotonic() + options.limit
     sanitizer, nvcc = tool_path("compute-sanitizer"), tool_path("nvcc")
     folder = Path(tempfile.mkdtemp(prefix="echo_sanitize_"))
@@ -228,7 +232,7 @@ def main() -> None:
     harness.record(
         target.claim,
         value=total,
-        name="" if target.claim else f"compute-sanitizer's findings in {options.target}",
+        name="" if target.claim else f"compute-sanitizer's findings in {looked_at}",
         unit="",
         file="gpu_sanitizer.jsonl",
         method="sum of memcheck's errors and racecheck's hazards; both find the faults of bench/faulty.cu",

@@ -39,6 +39,7 @@ LOADS = (
     "B 16, new rows alone",
     "300K slots, 40 missing",
     "B 16, 1000 missing",
+    "B 32, 2078 missing",
 )
 
 

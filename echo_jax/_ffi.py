@@ -25,7 +25,7 @@ import numpy as np
 from echo_jax import _compat
 
 ENVIRONMENT_SWITCH = "ECHO_JAX_FFI"
-LIBRARY_VERSION = 7  # kLibraryVersion in targets.h
+LIBRARY_VERSION = 8  # kLibraryVersion in targets.h
 BUILD_COMMAND = "pip install scikit-build-core cmake ninja && pip install --no-build-isolation --no-deps -e ."
 CUDA_BUILD_COMMAND = f"export CUDACXX=/usr/local/cuda/bin/nvcc && {BUILD_COMMAND}"
 
@@ -302,7 +302,7 @@ def allocate(
     blocks: int = 0,
 ) -> tuple[jax.Array, ...]:
     """echo_allocate: the four maps, in place if donated; slots, four lists of fills, all i32[M]; and six counts
-    i32[]."""
+    i32[]. touched is i32[M], or i32[1] for all entries."""
     maps, numbers = (slot_of, host_of, priority, free), functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     lists, scratch = (numbers(rows.shape),) * 5, numbers((allocate_scratch(rows.shape[0]),))
     results = (*map(jax.typeof, maps), *lists, *(numbers(()),) * 6, scratch)
@@ -325,9 +325,10 @@ def require(
     staged_records: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """echo_require: the four maps and `records` [N_G, record], in place if donated; slots i32[B, S] of positions
-    i32[B, S]; six counts i32[]."""
+    i32[B, S]; six counts i32[]. touched is i32[B (T + S)], or i32[1] for all entries."""
     numbers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    scratch = numbers((allocate_scratch(touched.shape[0]) + 4 * touched.shape[0],))  # RequireScratch in slots.h
+    length = new_rows.size + positions.size
+    scratch = numbers((allocate_scratch(length) + 4 * length,))  # RequireScratch in slots.h
     results = (*map(jax.typeof, (*maps, records)), numbers(positions.shape), *(numbers(()),) * 6, scratch)
     operands = (*maps, table, new_rows, positions, touched, staged, records, host_pool, layer, new, staged_records)
     aliases = {0: 0, 1: 1, 2: 2, 3: 3, 9: 4}

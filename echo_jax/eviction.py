@@ -31,7 +31,7 @@ class Lru:
     """Least recently used: the step of last selection or write."""
 
     def touch(self, priority, was_free, step, score):
-        return jnp.broadcast_to(step, priority.shape)
+        return step  # of all
 
     def rebase(self, priority, shift):
         return _shift_down(priority, shift)
@@ -74,7 +74,7 @@ class Clock:
             raise ValueError(f"clock period is {self.period} but must be at least 1 step")
 
     def touch(self, priority, was_free, step, score):
-        return jnp.broadcast_to(step // self.period, priority.shape)
+        return step // self.period
 
     def rebase(self, priority, shift):
         return _shift_down(priority, shift // self.period)

@@ -20,7 +20,7 @@ from echo_jax.config import CacheConfig
 from echo_jax.indexer import Bound, Selection
 from echo_jax.recall import StepView
 from echo_jax.stats import Moved
-from echo_jax.types import NO_POSITION, NO_SLOT, PAGE, LayerState, Staging
+from echo_jax.types import NO_POSITION, PAGE, LayerState, Staging
 from pallas_kernels import indexer_prefetch, indexer_scores, scores_on_this_gpu, sparse_mla
 
 Selector = Callable[[jax.Array, jax.Array, int], Selection]
@@ -33,7 +33,7 @@ LEAST_POSITIONS_TO_HIDE_BEHIND = 2**18
 class LayerInputs(NamedTuple):
     """What a model's projections give for the new tokens of one layer."""
 
-    query: jax.Array  # f32[B, T, H, D]  absorbed query against whole records
+    query: jax.Array  # f32 or bf16 [B, T, H, D]  absorbed query against whole records
     record: jax.Array  # f32[B, T, D]  latent, then rotated key
     index_query: jax.Array | None = None  # f32[B, T, G, D_i]  None in a shared layer
     index_weights: jax.Array | None = None  # f32[B, T, G]
@@ -70,6 +70,8 @@ def echo_layer(
     set this layer reuses, and `staging` what `recall.read_ahead` copied for it; without `shared` the layer scores,
     copies ahead and selects for itself, by `selector` or else the exact top-k.
     """
+    if config.attend_implementation == "mosaic_gpu":  # which rounds it: where it is made, not where it is waited for
+        inputs = inputs._replace(query=inputs.query.astype(jnp.bfloat16))
     # Finished values go in: what XLA fuses into projections must not depend on whether the cache is offloaded.
     inputs = lax.optimization_barrier(inputs)
     layer = jnp.asarray(layer, jnp.int32)
@@ -77,6 +79,9 @@ def echo_layer(
     staging = recall.no_staging(config, view.rows.shape[0]) if staging is None else staging
     if shared is None:
         state = append(config, state, view, inputs)
+        # Encoded by the time scores are made: after them, on a GPU, it would stand between a selection and `require`.
+        index_keys, new_records = lax.optimization_barrier((state.index_keys, new_records))
+        state = state.replace(index_keys=index_keys)
         bound = selection_bound(config, state)
         if config.offload:
             assert host_pool is not None
@@ -98,7 +103,9 @@ def echo_layer(
 
     attended = attend_slots(config, state, inputs.query, slots, selection.positions, scale)
     if shared is None:
-        state = observe(config, state, view, selection)
+        # Behind the attended values: before, on a GPU, it would stand between a selection and what waits for it.
+        attended, kth_score = lax.optimization_barrier((attended, selection.kth_score))
+        state = observe(config, state, view, kth_score)
     digest = attend.digest(attended.reshape(-1, *attended.shape[2:])).reshape(attended.shape[:2])
     return state, LayerOutput(attended, selection, scores, new_records, digest, moved)
 
@@ -230,8 +237,7 @@ def attend_slots(
 ) -> jax.Array:
     """f32[B, T, H, latent]: sparse MLA over the records in the slots, in list order."""
     if config.attend_implementation == "mosaic_gpu":
-        listed = jnp.where(selected == NO_POSITION, NO_SLOT, slots)
-        query, records, listed = lax.optimization_barrier((query, state.records, listed))
+        query, records, listed = lax.optimization_barrier((query, state.records, slots))
         form = {"record_format": config.records.name, "latent": config.records.latent}
         attended, _ = sparse_mla(query, records, listed, scale, **form, implementation="mosaic_gpu")
         return lax.optimization_barrier(attended)
@@ -247,8 +253,8 @@ def attend_slots(
     return lax.optimization_barrier(attended).reshape(seats, count, heads, -1)
 
 
-def observe(config: CacheConfig, state: LayerState, view: StepView, selection: Selection) -> LayerState:
+def observe(config: CacheConfig, state: LayerState, view: StepView, kth_score: jax.Array) -> LayerState:
     """The threshold policy learns the true k-th scores; not where at most K positions were visible."""
     is_informative = view.visible > config.top_k
-    memory = threshold.observe(config.threshold, state.threshold, selection.kth_score, is_informative)
+    memory = threshold.observe(config.threshold, state.threshold, kth_score, is_informative)
     return state.replace(threshold=memory)

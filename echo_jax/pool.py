@@ -79,7 +79,7 @@ def allocate(
     new_per_seat: int = 0,
     implementation: str = "auto",
 ) -> tuple[SlotMaps, Allocation]:
-    """Makes rows i32[M] resident, duplicates and NO_ROW allowed, and gives their slots priority i32[M].
+    """Makes rows i32[M] resident, duplicates and NO_ROW allowed, and gives their slots priority i32[M], or one i32[].
 
     The list is the seats' lists of per_seat entries one after another (default: one seat), each beginning with
     new_per_seat new rows: those are filled from this step's records even if they had a slot. Rows found in staged
@@ -103,6 +103,7 @@ def allocate(
 def _allocate_by_jnp(maps: SlotMaps, rows, priority, staged, per_seat: int, new_per_seat: int):
     """The specification."""
     host_rows, device_slots = maps.slot_of.shape[0], maps.host_of.shape[0]
+    priority = jnp.broadcast_to(priority, rows.shape)
     is_row = rows != NO_ROW
     slots = lookup(maps, rows)
     was_used = _mark(jnp.zeros((device_slots,), bool), slots)
@@ -210,7 +211,7 @@ def _mark(mask: jax.Array, slots: jax.Array) -> jax.Array:
 
 def _allocate_by_library(maps: SlotMaps, rows, priority, staged, per_seat: int, new_per_seat: int, blocks: int = 0):
     sizes = {"per_seat": per_seat, "new_per_seat": new_per_seat, "blocks": blocks}
-    results = _ffi.allocate(*leaves(maps), rows, priority, staged, **sizes)
+    results = _ffi.allocate(*leaves(maps), rows, jnp.atleast_1d(priority), staged, **sizes)
     slot_of, host_of, updated_priority, free, slots = results[:5]
     updated = SlotMaps(slot_of=slot_of, host_of=host_of, priority=updated_priority, free=free)
     return updated, Allocation(slots, Fills(*results[5:10]), *results[10:])

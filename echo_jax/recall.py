@@ -178,7 +178,7 @@ class _Wanted(NamedTuple):
     """What `pool.allocate` is asked for: a seat's list is its T new rows, then the rows it selected in order."""
 
     rows: jax.Array  # i32[B * (T + T * K)]
-    priority: jax.Array  # i32[B * (T + T * K)]
+    priority: jax.Array  # i32[B * (T + T * K)], or i32[] for all
     sizes: dict[str, int]
 
 
@@ -226,7 +226,7 @@ def _by_one_call(
         view.rows,
         view.new_rows,
         selected.reshape(selected.shape[0], -1),
-        wanted.priority,
+        jnp.atleast_1d(wanted.priority),
         staged_rows,
         state.records,
         host_pool,
@@ -256,7 +256,7 @@ def plan(
     return pool.allocate(
         maps,
         wanted.rows,
-        wanted.priority,
+        jnp.atleast_1d(wanted.priority),
         staged_rows.reshape(-1),
         **wanted.sizes,
         implementation=config.slot_manager,

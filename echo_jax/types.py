@@ -117,7 +117,8 @@ class EvictionPolicy(Protocol):
     def touch(self, priority: jax.Array, was_free: jax.Array, step: jax.Array, score: jax.Array) -> jax.Array:
         """i32: the new priority of a used slot; its old one, whether it was just filled, the step, its best score.
 
-        A slot that was just filled has the old priority FREE_PRIORITY, also where its victim had another.
+        A slot that was just filled has the old priority FREE_PRIORITY, also where its victim had another. A scalar is
+        the priority of all, and spares the GPU a list of them.
         """
         ...
 

@@ -18,7 +18,7 @@ def touched(policy, priority, was_free, step, score):
     given = jnp.asarray(priority, jnp.int32), jnp.asarray(was_free), jnp.int32(step), jnp.asarray(score, jnp.float32)
     result = policy.touch(*given)
     assert result.dtype == jnp.int32
-    return np.asarray(result).tolist()
+    return np.broadcast_to(result, len(priority)).tolist()
 
 
 def rebased(policy, priority, shift=REBASE_AT):

@@ -65,8 +65,9 @@ def parse_eviction(text: str, *, in_replay: bool = False) -> EvictionPolicy:
         touched = policy.touch(slots, slots == 0, jnp.int32(1), slots.astype(jnp.float32))
         return touched, policy.rebase(slots, jnp.int32(0))
 
-    for method, result in zip(("touch", "rebase"), _try_out(text, once), strict=True):
-        if result.shape != (2,) or result.dtype != jnp.int32:
+    shapes = {"touch": ((2,), ()), "rebase": ((2,),)}
+    for (method, allowed), result in zip(shapes.items(), _try_out(text, once), strict=True):
+        if result.shape not in allowed or result.dtype != jnp.int32:
             raise InputError(
                 f"eviction policy {text!r}: {method} returns {result.dtype}{list(result.shape)} for 2 slots but must "
                 "return int32[2]; policies are elementwise over slots"

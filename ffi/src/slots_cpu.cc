@@ -186,7 +186,7 @@ ffi::Error AllocateOnCpu(const char* target, const AllocateViews& list) {
   }
   for (int32_t m = 0; m < length; ++m) {
     if (list.slots[m] < 0) continue;
-    const int32_t given = std::clamp(list.touched[m], kFreePriority + 1, kProtected - 1);
+    const int32_t given = std::clamp(list.Touched(m), kFreePriority + 1, kProtected - 1);
     maps.priority[list.slots[m]] = std::max(maps.priority[list.slots[m]], given);
   }
 

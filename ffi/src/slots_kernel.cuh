@@ -192,7 +192,7 @@ __device__ void TouchRepeated(const Block<kBlocks>& block) {
   for (int m = threadIdx.x; m < task.length; m += kThreads) {
     const int32_t found = __ldcg(task.found() + m);
     if (found < 0 || static_cast<uint32_t>(found) - first_slot >= own_slots) continue;
-    atomicMax(task.priority + found, Clamped(task.touched[m]));
+    atomicMax(task.priority + found, Clamped(task.Touched(m)));
   }
 }
 

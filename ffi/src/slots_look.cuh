@@ -30,7 +30,7 @@ __device__ inline int32_t RowOf(const AllocateTask& task, int mention) {
 
 // What mention m is found to be.
 __device__ inline int32_t LookAt(const AllocateTask& task, int m) {
-  const int32_t given = Clamped(task.touched[m]);
+  const int32_t given = Clamped(task.Touched(m));
   const int32_t row = RowOf(task, m);
   const bool is_row = row >= 0 && row < task.host_rows;
   const int32_t slot = is_row ? __ldcg(task.slot_of + row) : kNoSlot;

@@ -59,7 +59,7 @@ __device__ void Rank(Block<kBlocks>& block) {
     const bool is_first = is_missing && marker == task.MarkerOf(m);
     if (is_missing) {
       block.seen[m - block.begin] = marker;
-      if (!is_first) atomicMax(task.best() + task.MentionOf(marker), Clamped(task.touched[m]));
+      if (!is_first) atomicMax(task.best() + task.MentionOf(marker), Clamped(task.Touched(m)));
     }
     first_in_warp += __popc(__ballot_sync(kAllLanes, is_first));
     fill_in_warp += __popc(__ballot_sync(kAllLanes, is_first || wanted.is_new));

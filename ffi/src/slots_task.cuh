@@ -57,6 +57,7 @@ struct AllocateTask {
   int32_t *slots, *fill_rows, *fill_slots, *fill_mention, *fill_source, *scratch;
   int32_t* counts[kCounts];
   int32_t host_rows, device_slots, length, staged_length, per_seat, new_per_seat, table_width;
+  bool is_touched_alike;    // one priority for all entries
   bool are_fills_a_result;  // -1 stands behind the last of them; else they say nothing there
 
   // Derived from the sizes above by Divide.
@@ -90,6 +91,7 @@ struct AllocateTask {
     return reinterpret_cast<ChunkHead*>((end + alignof(ChunkHead) - 1) / alignof(ChunkHead) * alignof(ChunkHead));
   }
 
+  __device__ int32_t Touched(int mention) const { return touched[is_touched_alike ? 0 : mention]; }
   __device__ int32_t MarkerOf(int mention) const { return mention - length - 1; }
   __device__ int MentionOf(int32_t marker) const { return marker + length + 1; }
   __device__ void GiveSlot(int mention, int32_t slot) const;
@@ -235,6 +237,7 @@ inline AllocateTask TaskOf(const AllocateViews& list, bool are_fills_a_result) {
   task.free = list.maps.free;
   task.rows = list.rows;
   task.touched = list.touched;
+  task.is_touched_alike = list.is_touched_alike;
   task.staged = list.staged;
   task.new_rows = list.new_rows;
   task.table = list.table;

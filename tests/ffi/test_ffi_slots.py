@@ -294,12 +294,12 @@ def test_positions_outside_the_table_are_refused_on_a_cpu(library, device):
     [
         ((numbers(1, 2), numbers()[None], numbers(0)[None]), r"table has shape \[2\] but needs one list a seat"),
         ((numbers(1, 2)[None], jnp.zeros((2, 0), jnp.int32), numbers(0)[None]), "table has length 1 but new_rows has"),
-        ((numbers(1, 2)[None], numbers()[None], numbers(0, 1)[None]), "rows has length 2 but touched has length 1"),
+        ((numbers(1, 2)[None], numbers()[None], numbers(0, 1, 0)[None]), "rows has length 3 but touched has length 2"),
     ],
 )
 def test_positions_that_do_not_fit_are_refused(library, lists, message):
     maps, records = some_maps(), jnp.zeros((SLOTS, 4))
-    operands = numbers(1), numbers(), records, jnp.zeros((2, HOST_ROWS, 4)), jnp.int32(0), records[:0], records[:0]
+    operands = numbers(1, 1), numbers(), records, jnp.zeros((2, HOST_ROWS, 4)), jnp.int32(0), records[:0], records[:0]
     with pytest.raises(Exception, match=message):
         jax.block_until_ready(jax.jit(_ffi.require)(pool.leaves(maps), *lists, *operands))
 
@@ -387,7 +387,10 @@ def emulate(
     emulator.Emulate(
         pointers_to([*kept, *given, *results]),
         free.ctypes.data_as(ctypes.c_void_p),
-        sizes_of(len(maps.slot_of), len(free), length, len(staged), per_seat, new_per_seat, table_width),
+        sizes_of(
+            *(len(maps.slot_of), len(free), length, len(staged), per_seat, new_per_seat, table_width),
+            len(priority) == 1,
+        ),
         moved,
         ctypes.c_int(blocks),
         ctypes.c_int64(shared_limit),
@@ -508,10 +511,16 @@ def test_every_way_of_the_kernel_emulated(library, emulator, way):
     rows[:6], rows[-6:] = WAYS[way][:6], WAYS[way][6:]
     lists = rows, np.arange(len(rows), dtype=np.int32), np.asarray([41, -1, 43, 50], np.int32)
     sizes = {"per_seat": 6, "new_per_seat": 1}
-    expected = jax.device_get(jax.jit(functools.partial(allocate, **sizes))(*jax.device_put((few_rows(), *lists), CPU)))
+    by_twin = jax.jit(functools.partial(allocate, **sizes))
+    twin = lambda *lists: jax.device_get(by_twin(*jax.device_put((few_rows(), *lists), CPU)))  # noqa: E731
+    expected = twin(*lists)
     for seed in range(16):
         run = {"blocks": 2, "shared_limit": GPU_SHARED_BYTES, "seed": seed}
         assert_equal(emulate(emulator, few_rows(), *lists, **sizes, **run), expected)
+    rows, _, staged = lists
+    alike, expected = twin(rows, np.int32(3), staged), twin(rows, np.full(len(rows), 3, np.int32), staged)
+    assert_equal(alike, expected)
+    assert_equal(emulate(emulator, few_rows(), rows, np.asarray([3], np.int32), staged, **sizes, **run), expected)
 
 
 def test_division_by_a_number_known_at_the_launch(emulator):

@@ -47,10 +47,11 @@ struct AllocateViews {
   const int32_t* table = nullptr;      // [seats, table_width]  host row of every position
   const int32_t* positions = nullptr;  // [seats, per_seat - new_per_seat]
   int64_t table_width = 0;
-  const int32_t* touched = nullptr;  // [length]  the priority each entry gives its slot
+  const int32_t* touched = nullptr;  // [length], or [1] for all  the priority each entry gives its slot
   const int32_t* staged = nullptr;   // [staged_length]
   int64_t length = 0;
   int64_t staged_length = 0;
+  bool is_touched_alike = false;  // one priority for all
   int64_t per_seat = 0;
   int64_t new_per_seat = 0;
   int32_t* slots = nullptr;         // [length]; without rows as positions
@@ -63,6 +64,7 @@ struct AllocateViews {
 
   int64_t count_of_new() const { return length / per_seat * new_per_seat; }
   bool IsNew(int64_t mention) const { return mention % per_seat < new_per_seat; }
+  int32_t Touched(int64_t mention) const { return touched[is_touched_alike ? 0 : mention]; }
   int32_t NewPlace(int64_t mention) const {
     return static_cast<int32_t>(mention / per_seat * new_per_seat + mention % per_seat);
   }
@@ -104,7 +106,8 @@ inline ffi::Error ViewList(const char* target, int64_t length, Numbers touched, 
   }
   // Entries are numbered below NO_SLOT while they wait for a slot.
   if (length >= INT32_MAX) return Refuse(target, ": rows has length ", length, " but at most 2147483646 fit");
-  ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "touched", touched.element_count()));
+  views->is_touched_alike = touched.element_count() == 1;
+  if (!views->is_touched_alike) ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "touched", touched.element_count()));
   ECHO_RETURN_IF_ERROR(SameLength(target, "scratch wanted", scratch_wanted, "scratch", scratch->element_count()));
   views->touched = touched.typed_data();
   views->staged = staged.typed_data();

@@ -34,21 +34,21 @@
 //   Active targets must be distinct, and none may be the source of another entry: then the order of the copies, which
 //   differs between platforms, cannot matter.
 //
-// echo_allocate(slot_of i32[N_H], host_of i32[N_G], priority i32[N_G], free bool[N_G], rows i32[M], touched i32[M],
-//               staged i32[E]; per_seat i64, new_per_seat i64, blocks i64)
+// echo_allocate(slot_of i32[N_H], host_of i32[N_G], priority i32[N_G], free bool[N_G], rows i32[M],
+//               touched i32[M] or i32[1], staged i32[E]; per_seat i64, new_per_seat i64, blocks i64)
 //     -> slot_of, host_of, priority, free (all aliased), slots i32[M], fill_rows i32[M], fill_slots i32[M],
 //        fill_mention i32[M], fill_source i32[M], to_fill i32[], hits i32[], useful i32[], recalled i32[], written i32[],
-//        evicted i32[], scratch i32[10 M + 4]
-//   The whole of pool.allocate in echo_jax/pool.py, whose jnp form is the meaning, bit for bit. to_fill counts the entries
-//   to fill. scratch is the implementation's own and says nothing. blocks is the size of the cluster on a GPU, 8 or 16, or
-//   0 for what suits it; on a CPU it says nothing. More different rows than the pool has slots: refused on a CPU; on a GPU
-//   the last of them get no slot.
+//        evicted i32[], scratch i32[12 M + 20]
+//   The whole of pool.allocate in echo_jax/pool.py, whose jnp form is the meaning, bit for bit. One number in touched is
+//   the priority of all entries. to_fill counts the entries to fill. scratch is the implementation's own and says nothing.
+//   blocks is the size of the cluster on a GPU, 8 or 16, or 0 for what suits it; on a CPU it says nothing. More different
+//   rows than the pool has slots: refused on a CPU; on a GPU the last of them get no slot.
 //
 // echo_require(slot_of, host_of, priority, free, table i32[B, P], new_rows i32[B, T], positions i32[B, S],
-//              touched i32[B (T + S)], staged i32[E], records [N_G, record], host_pool [L, N_H, record], layer i32[],
-//              new [B T, record], staged_records [E, record])
+//              touched i32[B (T + S)] or i32[1], staged i32[E], records [N_G, record], host_pool [L, N_H, record],
+//              layer i32[], new [B T, record], staged_records [E, record])
 //     -> slot_of, host_of, priority, free, records (all aliased), slots i32[B, S], to_fill i32[], hits i32[], useful i32[],
-//        recalled i32[], written i32[], evicted i32[], scratch i32[14 B (T + S) + 4]
+//        recalled i32[], written i32[], evicted i32[], scratch i32[16 B (T + S) + 20]
 //   echo_allocate, then echo_recall of the fills that it lists, as one launch. A seat's list is its new rows, then those
 //   of its positions, table[b, positions[b, s]] or -1 where the position is negative. slots are those of the positions.
 //
@@ -76,7 +76,7 @@ namespace echo_ffi {
 
 // Raised whenever the arguments or the meaning of a target change; echo_jax/_ffi.py holds the same number and
 // refuses a library with another one.
-inline constexpr int32_t kLibraryVersion = 7;
+inline constexpr int32_t kLibraryVersion = 8;
 
 // In `source` of echo_recall: the bytes come from the host pool. Values >= 0 count rows of `new`, then of `staged`.
 inline constexpr int32_t kSourceHost = -1;

@@ -65,7 +65,7 @@ struct Moved {
 };
 
 // Operands as in targets.h, the fills behind `slots`; sizes: host_rows, device_slots, length, staged_length, per_seat,
-// new_per_seat, table_width; moved: null for echo_allocate, else the rows are said by table, new_rows and positions.
+// new_per_seat, table_width, whether one priority stands for all; moved: null for echo_allocate, else the rows are said by table, new_rows and positions.
 // Writes what went wrong into error[200], or nothing.
 void Emulate(int32_t* const* numbers, bool* free, const int32_t* sizes, const Moved* moved, int blocks,
              int64_t shared_limit, uint64_t seed, char* error) {
@@ -92,6 +92,7 @@ void Emulate(int32_t* const* numbers, bool* free, const int32_t* sizes, const Mo
   task.per_seat = sizes[4];
   task.new_per_seat = sizes[5];
   task.table_width = sizes[6];
+  task.is_touched_alike = sizes[7] != 0;
   if (moved != nullptr) {
     task.rows = nullptr;
     task.table = moved->table;
