@@ -182,7 +182,8 @@ def check_side_by_side(case: Case, device) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What one layer is asked for: `missing` selected rows that have no slot, beside a new row of each seat."""
+    """What one layer is asked for: `missing` selected rows that have no slot, beside a new row of each seat. `in_turn`:
+    the slots used longest ago are neighbours, as LRU leaves them when it has gone round the pool."""
 
     name: str
     seats: int
@@ -190,6 +191,7 @@ class Load:
     slots: int
     missing: int
     new: bool = True
+    in_turn: bool = False
 
 
 LOADS = (
@@ -201,16 +203,21 @@ LOADS = (
     Load("B 1, nothing at all", 1, 131_072, 65_536, 0, new=False),
     Load("B 16, 1000 missing", 16, 2_097_152, 200_000, 1000),
     Load("B 16, 2000 missing", 16, 2_097_152, 200_000, 2000),
+    Load("200K slots, 40 missing, in turn", 16, 2_097_152, 200_000, 40, in_turn=True),
     Load("B 32, 2078 missing", 32, 3_145_728, 196_608, 2078),  # as in bench.attention_layer
+    Load("B 32, 2078 missing, in turn", 32, 3_145_728, 196_608, 2078, in_turn=True),
     Load("cold, everything missing", 16, 2_097_152, 200_000, 32_768),
 )
 
 
 @functools.cache
-def full_maps(host_rows: int, slots: int, layer: int) -> SlotMaps:
+def full_maps(load: Load, layer: int) -> SlotMaps:
     """A pool in use to the last slot, its rows used up to 500 steps ago."""
-    case = Case("full", host_rows, slots, 1, 1, warm=1.0, ages=500)
-    return slot_histories.draw_maps(np.random.default_rng(layer), case)
+    case = Case("full", load.host_rows, load.slots, 1, 1, warm=1.0, ages=500)
+    maps = slot_histories.draw_maps(np.random.default_rng(layer), case)
+    if not load.in_turn:
+        return maps
+    return maps.replace(priority=np.roll(np.sort(maps.priority), load.slots // 3))
 
 
 @functools.partial(jax.jit, static_argnames=("load", "steps"))
@@ -256,7 +263,7 @@ class Layers:
 
     def __init__(self, load: Load, step: Callable[..., Any], count: int, calls: int, steps: int = 1):
         self.load, self.step_of_layer, self.steps = load, step, steps
-        maps = [jax.device_put(full_maps(load.host_rows, load.slots, layer)) for layer in range(count)]
+        maps = [jax.device_put(full_maps(load, layer)) for layer in range(count)]
         keys = jax.random.split(jax.random.key(0), count)
         drawn = [draw_lists(one, key, load, calls * steps) for one, key in zip(maps, keys, strict=True)]
         self.lists = jax.block_until_ready(drawn)
@@ -406,7 +413,7 @@ def bench_bookkeeping(load: Load) -> None:
 
 def bench_release() -> None:
     load = LOADS[1]
-    maps = jax.device_put(full_maps(load.host_rows, load.slots, 0))
+    maps = jax.device_put(full_maps(load, 0))
     dropped = jnp.arange(load.host_rows) < load.host_rows // load.seats
     run = jax.jit(functools.partial(pool.release, implementation="ffi"))
     times = kernel_times(run, maps, dropped)

@@ -113,7 +113,7 @@ def in_microseconds(stamps: np.ndarray, cycles: float) -> np.ndarray:
 
 def stamped(load: slots.Load, cycles: float, sweep: bool) -> tuple[list[Stamped], list[int]]:
     """CALLS launches, the L2 overwritten before each with `sweep`; and the counts of the last."""
-    maps = jax.device_put(slots.full_maps(load.host_rows, load.slots, 0))
+    maps = jax.device_put(slots.full_maps(load, 0))
     made, counts = [], None
     for number in range(1, CALLS + 3):
         new, selected = slots.draw_lists(maps, jax.random.key(number), load, 1)

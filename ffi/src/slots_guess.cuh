@@ -10,11 +10,11 @@
 // How r is chosen. Of kSamples = s places in n slots, the number below the w-th lowest slot is near x = w s / n, with a
 // spread of sqrt(x). r = x + 4 sqrt(x) + 4 misses w slots less than once in 10,000 guesses (Poisson; twice in a million at
 // x < 1), and catches a little more than r n / s, some 500 of 300,000 slots for 50 wanted ones. Nothing is assumed of where
-// low priorities lie: a place is drawn in each of s equal parts of the pool, and neighbours are in different groups.
+// low priorities lie: a place is drawn in each of s equal parts of the pool, and neighbours go to different blocks.
 //
 // How the bound is found. Each lane has one group of samples, of which the lowest is kept, and the r-th lowest of those is
-// the bound: of a sorted list the first r would be in r groups as a rule. For r above the number of groups, the groups of
-// each block are kept apart, and the lowest few of each block compared.
+// the bound: of a sorted list the first r would be in r groups as a rule, and neighbours are in different groups. For r
+// above the number of groups, each block has as many of its own, and the lowest few of each block are compared.
 #ifndef ECHO_FFI_SLOTS_GUESS_CUH_
 #define ECHO_FFI_SLOTS_GUESS_CUH_
 
@@ -72,7 +72,7 @@ struct Samples {
 #pragma unroll
     for (int i = 0; i < kOfThread; ++i) {
       const int at = i * kThreads + static_cast<int>(threadIdx.x);
-      slot[i] = at < kOfBlock ? SampledSlot(block.rank * kOfBlock + at, block.task.device_slots) : kNoSlot;
+      slot[i] = at < kOfBlock ? SampledSlot(at * kBlocks + block.rank, block.task.device_slots) : kNoSlot;
       if (slot[i] >= block.task.device_slots) slot[i] = kNoSlot;
       priority[i] = slot[i] != kNoSlot ? __ldcg(block.task.priority + slot[i]) : 0;
     }
@@ -99,7 +99,7 @@ __device__ uint64_t LowestSlot(const Block<kBlocks>& block) {
     const int32_t keys[4] = {key.x, key.y, key.z, key.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (open >> i & 1) low = min(low, PlaceOf(keys[i], block.first_slot() + at + i));
+      if (open >> i & 1) low = min(low, PlaceOf(keys[i], block.SlotAt(at + i)));
     }
     if (low != kNoKey) highest = PriorityOf(low);
   });
@@ -140,12 +140,14 @@ __device__ uint64_t LowestOfBlocks(const Block<kBlocks>& block) {
   return LowestOfWarp(Lane() < kBlocks ? block.shared.guess.low_of_blocks[Lane()][0] : kNoKey);
 }
 
-// The lowest of all blocks in this lane's group.
+// The lowest of the samples whose number is this lane's, but for multiples of 32: those of one block in some of its groups.
 template <int kBlocks>
 __device__ uint64_t LowOfGroup(const Block<kBlocks>& block) {
+  constexpr int kParts = 32 / kBlocks;
+  const uint64_t* of_block = block.shared.guess.low_of_blocks[Lane() % kBlocks];
   uint64_t low = kNoKey;
 #pragma unroll 8
-  for (int peer = 0; peer < kBlocks; ++peer) low = min(low, block.shared.guess.low_of_blocks[peer][Lane()]);
+  for (int group = Lane() / kBlocks; group < kGroups; group += kParts) low = min(low, of_block[group]);
   return low;
 }
 
@@ -241,7 +243,7 @@ __device__ void Collect(Block<kBlocks>& block, int wanted) {
     const int32_t keys[4] = {key.x, key.y, key.z, key.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint64_t place = PlaceOf(keys[i], block.first_slot() + at + i);
+      const uint64_t place = PlaceOf(keys[i], block.SlotAt(at + i));
       if (!(open >> i & 1) || place > bound) continue;
       const int to = atomicAdd(&guess.own_count, 1);
       if (to < kRoom) guess.own[to] = place;

@@ -34,10 +34,9 @@ namespace echo_ffi {
 // No slot is protected but those beyond the last one.
 template <int kBlocks>
 __device__ void ClearMarks(Block<kBlocks>& block) {
-  const int slots = block.own_slots();
 #pragma unroll 1
-  for (int word = threadIdx.x; word < block.words(); word += kThreads) {
-    const int left = slots - word * 32;
+  for (int word = threadIdx.x; word < block.task.words; word += kThreads) {
+    const int left = block.task.device_slots - block.SlotAt(word * 32);
     block.is_protected[word] = left >= 32 ? 0 : left <= 0 ? ~0u : ~0u << left;
   }
 }
@@ -82,25 +81,23 @@ __device__ void ForEachFound(const AllocateTask& task, Use use) {
   }
 }
 
-// The slots of this block that were found, each once for every mention of it, use(slot - first slot). Returns this thread's
+// The slots of this block that were found, each once for every mention of it, by place among its own. Returns this thread's
 // part of the missing mentions, of the whole list.
 template <int kBlocks, typename Use>
 __device__ int ForEachOwn(const Block<kBlocks>& block, Use use) {
   const AllocateTask& task = block.task;
   int missing = 0;
   if (!task.is_look_apart) {
-    const auto first_slot = static_cast<uint32_t>(block.first_slot()), own_slots = static_cast<uint32_t>(block.own_slots());
     ForEachFound(task, [&](int32_t found) {
       missing += found == kMissing;
-      const uint32_t at = static_cast<uint32_t>(found) - first_slot;  // beyond all slots where it is none
-      if (at < own_slots) use(static_cast<int>(at));
+      if (block.Owns(found)) use(block.PlaceAmongOwn(found));
     });
     return missing;
   }
   // Eight lanes a chunk, of whose 128 entries a sixteenth is this block's, as a rule; and as many chunks under way as registers
   // hold: a list of 31 seats has no more.
   constexpr int kLanes = 8, kChunks = 4, kLoads = 2, kApart = kThreads / kLanes;
-  const int lane = static_cast<int>(threadIdx.x) % kLanes, first_slot = static_cast<int>(block.first_slot());
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
 #pragma unroll 1
   for (int chunk = static_cast<int>(threadIdx.x) / kLanes; chunk < task.chunks(); chunk += kChunks * kApart) {
     const int32_t* slots = task.by_owner() + chunk * kChunk;
@@ -128,7 +125,7 @@ __device__ int ForEachOwn(const Block<kBlocks>& block, Use use) {
       for (int i = 0; i < kChunks; ++i) {
 #pragma unroll
         for (int load = 0; load < kLoads; ++load) {
-          if (found[i][load] != kNoSlot) use(found[i][load] - first_slot);
+          if (found[i][load] != kNoSlot) use(block.PlaceAmongOwn(found[i][load]));
         }
         is_more |= at[i] < end[i];
       }
@@ -187,11 +184,10 @@ __device__ Counts ReadFound(Block<kBlocks>& block) {
 template <int kBlocks>
 __device__ void TouchRepeated(const Block<kBlocks>& block) {
   const AllocateTask& task = block.task;
-  const auto first_slot = static_cast<uint32_t>(block.first_slot()), own_slots = static_cast<uint32_t>(block.own_slots());
 #pragma unroll 1
   for (int m = threadIdx.x; m < task.length; m += kThreads) {
     const int32_t found = __ldcg(task.found() + m);
-    if (found < 0 || static_cast<uint32_t>(found) - first_slot >= own_slots) continue;
+    if (!block.Owns(found)) continue;
     atomicMax(task.priority + found, Clamped(task.Touched(m)));
   }
 }

@@ -82,7 +82,7 @@ __device__ inline void LookAtChunks(const AllocateTask& task, LookShared& shared
     __syncthreads();
     const int m = chunk * kChunk + thread;
     const int32_t found = m < task.length ? LookAt(task, m) : kNoSlot;
-    const int owner = found >= 0 ? task.by_adjacent.Of(found) : kMostBlocks;
+    const int owner = found >= 0 ? task.OwnerOf(found) : kMostBlocks;
     const int among = found != kNoSlot ? atomicAdd(&shared.count[owner], 1) : 0;
     __syncthreads();
     if (Warp() == 0) {

@@ -2,7 +2,7 @@
 // taken ones in order of slots, and a stable radix sort of those by priority.
 //
 // Order keys. A priority becomes an unsigned number in the order of priorities. Of slots with the last key that is taken the
-// first ones are, and blocks have their slots in order, so how many each block has of them is all that has to be told.
+// first ones are. Where in the order of slots one comes is known once blocks have told how many each of their words has.
 #ifndef ECHO_FFI_SLOTS_SELECT_CUH_
 #define ECHO_FFI_SLOTS_SELECT_CUH_
 
@@ -20,20 +20,21 @@ __device__ inline uint32_t Ordered(int32_t priority) { return static_cast<uint32
 template <int kBlocks>
 __device__ void LoadKeys(Block<kBlocks>& block) {
   if (!block.task.are_keys_shared) return;
-  const int count = block.own_slots();
 #pragma unroll 1
-  for (int at = threadIdx.x * 4; at < count; at += kThreads * 4) {
-    CopyAsync16(block.keys + at, block.task.priority + block.first_slot() + at, min(count - at, 4) * 4);
+  for (int at = threadIdx.x * 4; at < block.places(); at += kThreads * 4) {
+    const int32_t slot = block.SlotAt(at), left = block.task.device_slots - slot;
+    if (left > 0) CopyAsync16(block.keys + at, block.task.priority + slot, min(left, 4) * 4);
   }
 }
 
-// The priorities of four of the block's `count` slots. A pool of any size begins where a load of 16 bytes may.
+// The priorities of four of the block's slots; beyond the last slot they say nothing.
 template <int kBlocks>
-__device__ int4 FourOfSlots(const Block<kBlocks>& block, int at, int count) {
+__device__ int4 FourOfSlots(const Block<kBlocks>& block, int at) {
   if (block.task.are_keys_shared) return *reinterpret_cast<const int4*>(block.keys + at);
-  const int32_t* priority = block.task.priority + block.first_slot() + at;
-  if (count - at >= 4) return __ldcg(reinterpret_cast<const int4*>(priority));
-  const auto key = [&](int i) { return i < count - at ? __ldcg(priority + i) : kProtected; };
+  const int32_t slot = block.SlotAt(at), left = block.task.device_slots - slot;
+  const int32_t* priority = block.task.priority + slot;
+  if (left >= 4) return __ldcg(reinterpret_cast<const int4*>(priority));
+  const auto key = [&](int i) { return i < left ? __ldcg(priority + i) : kProtected; };
   return int4{key(0), key(1), key(2), key(3)};
 }
 
@@ -41,14 +42,14 @@ __device__ int4 FourOfSlots(const Block<kBlocks>& block, int at, int count) {
 template <int kBlocks, typename Use>
 __device__ void ForEachFourOfSlots(const Block<kBlocks>& block, Use use) {
   constexpr int kLoads = 4, kApart = kThreads * 4;
-  const int count = block.own_slots();
+  const int count = block.places();
 #pragma unroll 1
   for (int first = threadIdx.x * 4; first < count; first += kLoads * kApart) {
     int4 keys[kLoads];
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
       const int at = first + load * kApart;
-      keys[load] = at < count ? FourOfSlots(block, at, count) : int4{kProtected, kProtected, kProtected, kProtected};
+      keys[load] = at < count ? FourOfSlots(block, at) : int4{kProtected, kProtected, kProtected, kProtected};
     }
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
@@ -89,20 +90,19 @@ struct Taken {
 template <int kBlocks>
 struct Open {
   Block<kBlocks>& block;
-  int run;       // words of a warp
   uint32_t low;  // Ordered priority that becomes 1; a free slot is 0
   bool only_free;
 
-  __device__ explicit Open(Block<kBlocks>& of_block)
-      : block(of_block), run((of_block.words() + kWarps - 1) / kWarps), low(0), only_free(false) {}
+  __device__ explicit Open(Block<kBlocks>& of_block) : block(of_block), low(0), only_free(false) {}
 
-  // Every slot of the warp's run once: function(slot, priority, is there one to take). All lanes call it together.
+  // Every slot of the warp's words once: function(word, slot, priority, is there one to take). All lanes call it together.
+  // Of the block's words those from `from` on, as far as `to`.
   template <typename Function>
-  __device__ void ForEach(Function function) const {
+  __device__ void ForEach(int from, int to, Function function) const {
     constexpr int kTogether = 4;  // loads under way
-    const int end = min((Warp() + 1) * run, block.words());
+    const int run = (to - from + kWarps - 1) / kWarps, end = min(from + (Warp() + 1) * run, to);
 #pragma unroll 1
-    for (int first = Warp() * run; first < end; first += kTogether) {
+    for (int first = from + Warp() * run; first < end; first += kTogether) {
       bool is_open[kTogether];
       int32_t priority[kTogether];
 #pragma unroll
@@ -111,14 +111,20 @@ struct Open {
         is_open[i] = first + i < end && !(block.is_protected[first + i] >> Lane() & 1);
         priority[i] = 0;
         if (!is_open[i]) continue;
-        priority[i] = block.task.are_keys_shared ? block.keys[at] : __ldcg(block.task.priority + block.first_slot() + at);
+        priority[i] = block.task.are_keys_shared ? block.keys[at] : __ldcg(block.task.priority + block.SlotAt(at));
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const int slot = static_cast<int>(block.first_slot()) + (first + i) * 32 + Lane();
-        function(slot, priority[i], is_open[i] && !(only_free && priority[i] != kFreePriority));
+        if (first + i >= end) break;  // the next word is another warp's
+        const int32_t slot = block.SlotAt((first + i) * 32 + Lane());
+        function(first + i, slot, priority[i], is_open[i] && !(only_free && priority[i] != kFreePriority));
       }
     }
+  }
+
+  template <typename Function>
+  __device__ void ForEach(Function function) const {
+    ForEach(0, block.task.words, [&](int, int32_t, int32_t priority, bool is_open) { function(priority, is_open); });
   }
 
   __device__ uint32_t KeyOf(int32_t priority) const { return priority == kFreePriority ? 0 : Ordered(priority) - low + 1; }
@@ -145,7 +151,7 @@ __device__ Last FindLast(Open<kBlocks>& open, int key_bits, int wanted) {
     shift -= digit_bits;
     histogram[threadIdx.x] = 0;
     __syncthreads();
-    open.ForEach([&](int, int32_t priority, bool is_open) {
+    open.ForEach([&](int32_t priority, bool is_open) {
       const uint32_t key = open.KeyOf(priority);
       const bool counts = is_open && (round == 0 || key >> above == prefix);
       const int bin = static_cast<int>(key >> shift & ((1u << digit_bits) - 1));
@@ -263,7 +269,7 @@ __device__ Bound<kBlocks> FindBound(Block<kBlocks>& block, int wanted) {
   Open<kBlocks> open(block);
   Range range{kNoKey, 0};
   int free = 0, used = 0;
-  open.ForEach([&](int, int32_t priority, bool is_open) {
+  open.ForEach([&](int32_t priority, bool is_open) {
     free += is_open && priority == kFreePriority;
     if (!is_open || priority == kFreePriority) return;
     ++used;
@@ -304,45 +310,49 @@ __device__ Taken SelectLowest(Block<kBlocks>& block, int wanted) {
   const Open<kBlocks>& open = bound.open;
   const uint32_t last = bound.last.key;
 
-  // The taken ones in order of slots.
-  int below = 0, ties = 0;
-  open.ForEach([&](int, int32_t priority, bool is_open) {
-    const uint32_t key = open.KeyOf(priority);
-    below += __popc(__ballot_sync(kAllLanes, is_open && key < last));
-    ties += __popc(__ballot_sync(kAllLanes, is_open && key == last));
-  });
-  if (Lane() == 0) {
-    shared.totals[Warp()] = below;
-    shared.ties[Warp()] = ties;
-  }
-  __syncthreads();
-  const Prefix below_of_warps = PrefixOfWarps(shared.totals), ties_of_warps = PrefixOfWarps(shared.ties);
-  if (threadIdx.x < kBlocks) {
-    *Remote(&shared.below_of_blocks[block.rank], threadIdx.x) = below_of_warps.total;
-    *Remote(&shared.ties_of_blocks[block.rank], threadIdx.x) = ties_of_warps.total;
-  }
-  ClusterSync();
-  int next = 0, left = bound.last.ties;  // ties that are still taken
-  const auto skip = [&](int of_below, int of_ties) {
-    next += of_below + min(left, of_ties);
-    left -= min(left, of_ties);
-  };
+  // The taken ones in order of slots, so many words of each block at a time: a thread a word.
+  int below_in_all = 0, ties_in_all = 0;
 #pragma unroll 1
-  for (int peer = 0; peer < block.rank; ++peer) skip(shared.below_of_blocks[peer], shared.ties_of_blocks[peer]);
-  skip(below_of_warps.before, ties_of_warps.before);
-  open.ForEach([&](int slot, int32_t priority, bool is_open) {
-    const uint32_t key = open.KeyOf(priority);
-    const unsigned before = (1u << Lane()) - 1, tied = __ballot_sync(kAllLanes, is_open && key == last);
-    const bool takes = is_open && (key < last || (key == last && __popc(tied & before) < left));
-    const unsigned lanes = __ballot_sync(kAllLanes, takes);
-    if (takes) {
-      const int to = next + __popc(lanes & before);
-      block.task.sort_keys[0][to] = key;
-      block.task.sort_slots[0][to] = slot;
+  for (int from = 0, round = 0; from < block.task.words; from += kThreads, ++round) {
+    const int to = min(from + kThreads, block.task.words);
+    uint32_t* of_words = shared.of_words[round & 1];  // the others read those of the round before
+    of_words[threadIdx.x] = 0;
+    __syncthreads();
+    open.ForEach(from, to, [&](int word, int32_t, int32_t priority, bool is_open) {
+      const uint32_t key = open.KeyOf(priority);
+      const int below = __popc(__ballot_sync(kAllLanes, is_open && key < last));
+      const int ties = __popc(__ballot_sync(kAllLanes, is_open && key == last));
+      if (Lane() == 0) of_words[word - from] = static_cast<uint32_t>(below | ties << 16);
+    });
+    ClusterSync();
+    uint32_t of_all = 0, of_blocks_before = 0;
+#pragma unroll 4
+    for (int peer = 0; peer < kBlocks; ++peer) {
+      const uint32_t theirs = *Remote(&of_words[threadIdx.x], peer);
+      of_blocks_before += peer < block.rank ? theirs : 0;
+      of_all += theirs;
     }
-    next += __popc(lanes);
-    left -= min(left, __popc(tied));
-  });
+    const Prefix below = BlockSum(static_cast<int>(of_all & 0xffff), shared.totals);
+    __syncthreads();
+    const Prefix ties = BlockSum(static_cast<int>(of_all >> 16), shared.totals);
+    shared.below_before[threadIdx.x] = below_in_all + below.before + static_cast<int>(of_blocks_before & 0xffff);
+    shared.ties_before[threadIdx.x] = ties_in_all + ties.before + static_cast<int>(of_blocks_before >> 16);
+    below_in_all += below.total;
+    ties_in_all += ties.total;
+    __syncthreads();
+    open.ForEach(from, to, [&](int word, int32_t slot, int32_t priority, bool is_open) {
+      const uint32_t key = open.KeyOf(priority);
+      const bool is_below = is_open && key < last, is_tied = is_open && key == last;
+      const unsigned lanes_before = (1u << Lane()) - 1;
+      const unsigned below_lanes = __ballot_sync(kAllLanes, is_below), tied_lanes = __ballot_sync(kAllLanes, is_tied);
+      const int ties_before = shared.ties_before[word - from] + __popc(tied_lanes & lanes_before);
+      if (!is_below && !(is_tied && ties_before < bound.last.ties)) return;
+      const int place = shared.below_before[word - from] + __popc(below_lanes & lanes_before) +
+                        min(ties_before, bound.last.ties);
+      block.task.sort_keys[0][place] = key;
+      block.task.sort_slots[0][place] = slot;
+    });
+  }
   ClusterSync();
   const int where = SortTaken(block, bound.count, Bits(last));
   return {block.task.sort_slots[where], bound.count};

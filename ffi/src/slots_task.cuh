@@ -2,7 +2,8 @@
 // Knows sizes and places; decides nothing.
 //
 // After the look one cluster does the rest. The list is cut into segments, one a block, and those into runs, one a warp, so
-// that order within the list is order of (block, warp, round, lane). The slots are cut in order too, a part to each block.
+// that order within the list is order of (block, warp, round, lane). The slots are dealt to the blocks by words of 32, in
+// turn: those that leave next are often neighbours, as LRU goes round a pool, and no block is to have them all.
 #ifndef ECHO_FFI_SLOTS_TASK_CUH_
 #define ECHO_FFI_SLOTS_TASK_CUH_
 
@@ -19,7 +20,7 @@ inline constexpr int kBins = 1024;           // of a histogram of order keys: on
 inline constexpr int kDigits = 256;          // of a pass of the sort
 inline constexpr int kSamples = 4096;        // slots from which a bound of the lowest ones is guessed
 inline constexpr int kMostCandidates = 6144;  // slots below a guessed bound
-inline constexpr int kGroups = 32;            // of samples, one a lane; the lowest of each are compared
+inline constexpr int kGroups = 32;            // of samples of a block, one a lane; the lowest of each are compared
 inline constexpr int kMostGuessed = 3072;     // slots that are taken by a guess; one counts on more by the full method
 inline constexpr int kChunk = 128;             // entries of a block of a look that is a kernel of its own
 inline constexpr int kMostBlocks = 16;         // of the cluster
@@ -65,8 +66,9 @@ struct AllocateTask {
   int32_t* sort_slots[2];
   int32_t segment;       // entries of a block, a multiple of 32
   int32_t run;           // entries of a warp, a multiple of 32
-  int32_t adjacent;      // slots of a block, a multiple of 32
-  Divider by_seat, by_new_of_seat, by_segment, by_adjacent;
+  int32_t blocks;        // of the cluster, a power of 2
+  int32_t words;         // of 32 slots, that a block has
+  Divider by_seat, by_new_of_seat, by_segment;
   bool are_keys_shared;  // their priorities are kept in shared memory; else read again
   bool is_list_shared;   // what the block's entries were found to be is kept in shared memory; else in scratch
   bool is_look_apart;    // the look is a kernel of its own
@@ -85,6 +87,7 @@ struct AllocateTask {
   // The slots that were found in each chunk of the list, in order of the cluster's blocks that own them.
   __device__ int32_t* by_owner() const { return seen() + length; }
   __device__ int count_of_new() const { return by_seat.Of(length) * new_per_seat; }
+  __device__ int OwnerOf(int32_t slot) const { return slot / 32 & (blocks - 1); }
   __device__ int chunks() const { return (length + kChunk - 1) / kChunk; }
   __device__ ChunkHead* heads() const {
     const auto end = reinterpret_cast<uintptr_t>(by_owner() + length);
@@ -137,10 +140,10 @@ struct SelectShared {
   Range range_of_blocks[kBlocks];
   int32_t free_of_blocks[kBlocks];
   int32_t used_of_blocks[kBlocks];
-  int32_t below_of_blocks[kBlocks];
-  int32_t ties_of_blocks[kBlocks];
+  uint32_t of_words[2][kBins];     // slots of each word that are below the last key, and 2^16 times those with it
+  int32_t below_before[kBins];      // the same of all words before
+  int32_t ties_before[kBins];
   int32_t totals[kWarps];
-  int32_t ties[kWarps];
   int32_t bin, bin_before, bin_size;
 };
 
@@ -209,7 +212,7 @@ struct Block {
         run_end(Within(begin + static_cast<int64_t>(min((Warp() + 1) * task.run, task.segment)))) {
     std::byte* memory = SharedMemory() + sizeof(AllocateShared<kBlocks>);
     keys = reinterpret_cast<int32_t*>(memory);
-    if (task.are_keys_shared) memory += task.adjacent * int64_t{4};
+    if (task.are_keys_shared) memory += task.words * int64_t{32 * 4};
     seen = task.is_list_shared ? reinterpret_cast<int32_t*>(memory) : task.seen() + begin;
     if (task.is_list_shared) memory += task.segment * int64_t{4};
     is_protected = reinterpret_cast<uint32_t*>(memory);
@@ -220,13 +223,11 @@ struct Block {
   __device__ bool IsRow(int32_t row) const { return row >= 0 && row < task.host_rows; }
   __device__ bool IsNew(int mention) const { return task.new_per_seat > 0 && Entry(task, mention).IsNew(); }
 
-  // The block's slots: words of 32, its first one, and how many there are.
-  __device__ int words() const { return task.adjacent / 32; }
-  __device__ int64_t first_slot() const { return static_cast<int64_t>(rank) * task.adjacent; }
-  __device__ int own_slots() const {
-    const int64_t left = task.device_slots - first_slot();
-    return static_cast<int>(max(min(left, static_cast<int64_t>(task.adjacent)), int64_t{0}));
-  }
+  // The block's slots by their place among its own; the last places may lie beyond the last slot.
+  __device__ int places() const { return task.words * 32; }
+  __device__ bool Owns(int32_t slot) const { return slot >= 0 && slot / 32 % kBlocks == rank; }
+  __device__ int32_t SlotAt(int place) const { return (place / 32 * kBlocks + rank) * 32 + place % 32; }
+  __device__ int PlaceAmongOwn(int32_t slot) const { return slot / (32 * kBlocks) * 32 + slot % 32; }
 };
 
 inline AllocateTask TaskOf(const AllocateViews& list, bool are_fills_a_result) {
@@ -264,8 +265,8 @@ constexpr int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 
 
 template <int kBlocks>
 constexpr int64_t SharedBytes(const AllocateTask& task) {
-  return static_cast<int64_t>(sizeof(AllocateShared<kBlocks>)) + task.adjacent / 8 +
-         (task.are_keys_shared ? 4 * int64_t{task.adjacent} : 0) + (task.is_list_shared ? 4 * int64_t{task.segment} : 0);
+  return static_cast<int64_t>(sizeof(AllocateShared<kBlocks>)) + 4 * int64_t{task.words} +
+         (task.are_keys_shared ? 4 * 32 * int64_t{task.words} : 0) + (task.is_list_shared ? 4 * int64_t{task.segment} : 0);
 }
 
 // A list up to which the cluster looks for itself: an entry more or less for each SM costs less than a launch and its gap.
@@ -283,11 +284,11 @@ bool Divide(AllocateTask* task, int64_t limit) {
     task->sort_keys[which] = reinterpret_cast<uint32_t*>(task->scratch + (3 + 2 * which) * length);
     task->sort_slots[which] = task->scratch + (4 + 2 * which) * length;
   }
-  task->adjacent = static_cast<int32_t>(RoundUp((int64_t{task->device_slots} + blocks - 1) / blocks, 32));
+  task->blocks = kBlocks;
+  task->words = static_cast<int32_t>((int64_t{task->device_slots} + 32 * blocks - 1) / (32 * blocks));
   task->by_seat = Divider(task->per_seat);
   task->by_new_of_seat = Divider(std::max(task->new_per_seat, 1));
   task->by_segment = Divider(task->segment);
-  task->by_adjacent = Divider(task->adjacent);
   task->is_list_shared = false;
   task->are_keys_shared = true;
   if (SharedBytes<kBlocks>(*task) > limit) task->are_keys_shared = false;

@@ -550,13 +550,20 @@ def test_the_lowest_slots_are_selected_themselves(library, emulator, missing):
         assert_equal(emulate(emulator, maps, *lists, **sizes, **run), expected)
 
 
-@pytest.mark.parametrize("ages", [1, 7, 200], ids=lambda ages: f"{ages}_ages")
-@pytest.mark.parametrize(("blocks", "missing"), [(8, 900), (16, 2300)])
-def test_many_slots_are_taken_by_a_guess(library, emulator, blocks, missing, ages):
-    """Beyond what the groups of one warp can tell, of a pool large enough for it."""
-    case = histories.Case("large", 300_000, 120_000, 1, 1, warm=1.0, ages=ages)
+@pytest.mark.parametrize("ages", [1, 7, 200, "in turn"])
+@pytest.mark.parametrize(
+    ("blocks", "missing", "is_guessed"), [(8, 900, True), (16, 40, True), (16, 2300, True), (2, 3500, False)]
+)
+def test_slots_of_a_large_pool(library, emulator, blocks, missing, is_guessed, ages):
+    """By a guess beyond what the groups of one warp can tell, and by going through words of slots in two rounds.
+
+    "in turn": the oldest are neighbours, as LRU leaves them that goes round a pool; no block may have too many of them.
+    """
+    case = histories.Case("large", 300_000, 150_000, 1, 1, warm=1.0, ages=1 if ages == "in turn" else ages)
     random = np.random.default_rng(missing)
     maps = histories.draw_maps(random, case)
+    if ages == "in turn":
+        maps = maps.replace(priority=((np.arange(case.slots) + 70_000) % case.slots // 50 - 3000).astype(np.int32))
     absent = random.choice(np.flatnonzero(maps.slot_of == NO_SLOT), missing, replace=False)
     rows = random.permutation(np.concatenate([random.choice(maps.host_of, 3000, replace=False), absent]))
     lists = rows.astype(np.int32), np.full(len(rows), 5, np.int32), absent[:9]
@@ -564,6 +571,7 @@ def test_many_slots_are_taken_by_a_guess(library, emulator, blocks, missing, age
     expected = jax.device_get(jax.jit(functools.partial(allocate, **sizes))(*jax.device_put((maps, *lists), CPU)))
     run = {"blocks": blocks, "shared_limit": GPU_SHARED_BYTES, "seed": missing}
     assert_equal(emulate(emulator, maps, *lists, **sizes, **run), expected)
+    assert bool(emulator.EmulateHasSelected()) != is_guessed
 
 
 @pytest.mark.slow

@@ -6,9 +6,13 @@
 #include <numeric>
 #include <random>
 #include <stdexcept>
+#include <string_view>
 #include <vector>
 
 #include "gpu.h"
+
+static bool has_selected;  // whether a kernel since the last call of Emulate came by the point of that name
+#define ECHO_PHASE(name) has_selected |= std::string_view(#name) == "Selected"
 
 namespace echo_ffi {
 
@@ -69,6 +73,7 @@ struct Moved {
 // Writes what went wrong into error[200], or nothing.
 void Emulate(int32_t* const* numbers, bool* free, const int32_t* sizes, const Moved* moved, int blocks,
              int64_t shared_limit, uint64_t seed, char* error) {
+  has_selected = false;
   echo_ffi::RequireTask whole{};
   echo_ffi::AllocateTask& task = whole.allocate;
   task.slot_of = numbers[0];
@@ -122,6 +127,9 @@ void Emulate(int32_t* const* numbers, bool* free, const int32_t* sizes, const Mo
     std::strncpy(error, failure.what(), 199);
   }
 }
+
+// Whether the last call went through all slots, as it must where a guess is not made or was bad.
+int EmulateHasSelected() { return has_selected; }
 
 // What a block needs beside what grows with the pool and the list.
 int64_t EmulateAllocateBytes(int blocks) {
