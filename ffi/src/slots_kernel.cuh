@@ -57,7 +57,7 @@ __device__ void LoadSeen(Block<kBlocks>& block) {
   }
 }
 
-// use(what was found) for every entry of the list, four neighbours a thread and four such loads under way.
+// use(what was found, entry) for every entry of the list, four neighbours a thread and four such loads under way.
 template <typename Use>
 __device__ void ForEachFound(const AllocateTask& task, Use use) {
   constexpr int kLoads = 4;
@@ -72,11 +72,12 @@ __device__ void ForEachFound(const AllocateTask& task, Use use) {
     }
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
-      if (round + load * kThreads * 4 >= task.length) break;  // whole warps, as a rule
-      use(four[load].x);
-      use(four[load].y);
-      use(four[load].z);
-      use(four[load].w);
+      const int m = round + load * kThreads * 4;
+      if (m >= task.length) break;  // whole warps, as a rule
+      use(four[load].x, m);
+      use(four[load].y, m + 1);
+      use(four[load].z, m + 2);
+      use(four[load].w, m + 3);
     }
   }
 }
@@ -88,7 +89,7 @@ __device__ int ForEachOwn(const Block<kBlocks>& block, Use use) {
   const AllocateTask& task = block.task;
   int missing = 0;
   if (!task.is_look_apart) {
-    ForEachFound(task, [&](int32_t found) {
+    ForEachFound(task, [&](int32_t found, int) {
       missing += found == kMissing;
       if (block.Owns(found)) use(block.PlaceAmongOwn(found));
     });
@@ -180,16 +181,14 @@ __device__ Counts ReadFound(Block<kBlocks>& block) {
   return SumOfBlock(block, counts);
 }
 
-// Every slot that is named has one of its priorities; every mention of the block's slots may raise it.
+// Every slot that is named has one of its priorities; every mention of the block's slots may raise it, if they differ.
 template <int kBlocks>
 __device__ void TouchRepeated(const Block<kBlocks>& block) {
   const AllocateTask& task = block.task;
-#pragma unroll 1
-  for (int m = threadIdx.x; m < task.length; m += kThreads) {
-    const int32_t found = __ldcg(task.found() + m);
-    if (!block.Owns(found)) continue;
-    atomicMax(task.priority + found, Clamped(task.Touched(m)));
-  }
+  if (task.is_touched_alike) return;
+  ForEachFound(task, [&](int32_t found, int m) {
+    if (block.Owns(found)) atomicMax(task.priority + found, Clamped(task.Touched(m)));
+  });
 }
 
 // Whether the block may have entries to fill: then shared.fill_before and shared.fills say which.
