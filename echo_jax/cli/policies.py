@@ -70,7 +70,7 @@ def parse_eviction(text: str, *, in_replay: bool = False) -> EvictionPolicy:
         if result.shape not in allowed or result.dtype != jnp.int32:
             raise InputError(
                 f"eviction policy {text!r}: {method} returns {result.dtype}{list(result.shape)} for 2 slots but must "
-                "return int32[2]; policies are elementwise over slots"
+                f"return {' or '.join(f'int32{list(shape)}' for shape in allowed)}; policies are elementwise over slots"
             )
     return policy
 
