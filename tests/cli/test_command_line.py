@@ -1,5 +1,6 @@
 """What all commands share: help, absl's flags, options as dataclasses, tables, policies, files of rows."""
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -126,6 +127,29 @@ def test_a_users_class_that_cannot_serve(tmp_path, monkeypatch, body, part):
     with pytest.raises(InputError, match=part):
         policies.parse_threshold("faulty:Faulty")
     assert str(tmp_path) not in sys.path
+    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ("    def touch(self, *told): return jnp.int32(3)", None),
+        (
+            "    def touch(self, priority, was_free, step, score): return score",
+            r"touch returns float32\[2\].*int32\[2\] or int32\[\]",
+        ),
+        ("    def rebase(self, priority, shift): return shift", r"rebase returns int32\[\].*must return int32\[2\];"),
+    ],
+    ids=["one_priority_for_all", "no_priorities", "one_rebased_for_all"],
+)
+def test_a_users_eviction(tmp_path, monkeypatch, body, part):
+    (tmp_path / "faulty.py").write_text(
+        "import jax.numpy as jnp\nfrom echo_jax.eviction import Lfu\nclass Faulty(Lfu):\n" + body + "\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+    with pytest.raises(InputError, match=part) if part else contextlib.nullcontext():
+        policies.parse_eviction("faulty:Faulty")
     monkeypatch.delitem(sys.modules, "faulty", raising=False)
 
 
