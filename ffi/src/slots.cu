@@ -91,7 +91,8 @@ ffi::Error Launch(const char* target, Kernel kernel, Task& task, AllocateTask& a
                   " bytes of shared memory of ", kBlocks, " blocks; choose slot_manager='jnp'");
   }
   const int64_t shared_bytes = SharedBytes<kBlocks>(allocate);
-  if (Allow(kernel, kBlocks, shared_bytes) == cudaSuccess) {
+  // Up to the limit whatever this call needs: what is allowed belongs to the kernel, and another thread may launch it too.
+  if (Allow(kernel, kBlocks, limit) == cudaSuccess) {
     constexpr int kMostLookBlocks = 2048;  // more chunks than that: several for a block
     const int looks = std::clamp((allocate.length + kChunk - 1) / kChunk, 1, kMostLookBlocks);
     if (allocate.is_look_apart) LookKernel<<<static_cast<unsigned>(looks), kChunk, 0, stream>>>(allocate);
