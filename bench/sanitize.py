@@ -1,6 +1,6 @@
 """Does compute-sanitizer find anything in the library's kernels? memcheck and racecheck over a short list of GPU tests.
 
-    python -m bench.sanitize [ffi | indexer_scores] [--limit 65] [--parts slots,require]      about 60 s on one GPU
+    python -m bench.sanitize [ffi | indexer_scores | indexer_prefetch] [--limit 65] [--parts slots,require]
 
 The tests of a target named below are run by both tools, part by part, in processes side by side, and the tools look at
 the kernels whose names the target's filter takes; XLA's own are not ours to judge. racecheck follows every access to
@@ -53,6 +53,7 @@ class Target:
 
 
 SCORES = "tests/kernels/test_indexer_scores.py::test_the_kernel_on_the_gpu"
+PREFETCH = "tests/kernels/test_indexer_prefetch.py::test_the_kernel_on_the_gpu"
 TARGETS = {
     # Rows of whole 16 bytes and of single words, lists longer than the warps, numbers outside; slots by every way of
     # the kernel, and with their records; rows of scores that are sampled and divided among blocks.
@@ -102,6 +103,21 @@ TARGETS = {
                 f"{SCORES}[normal-fp8-2x64]",
                 f"{SCORES}[many_tiles-fp8-4x64]",
                 f"{SCORES}[many_tiles-bf16-1x32]",
+            )
+        },
+    ),
+    # Lists that overflow, thresholds that are no number, every record format, several query rows; in either memory.
+    "indexer_prefetch": Target(
+        "kns=indexer_prefetch",
+        None,
+        {
+            "prefetch": (
+                f"{PREFETCH}[list_overflows-fp8-1x8-fp8-pinned_host]",
+                f"{PREFETCH}[threshold_nan_and_infinite-fp8-1x8-fp8-device]",
+                f"{PREFETCH}[rows_differ-fp8-3x16-fp8-pinned_host]",
+                f"{PREFETCH}[bf16-bf16-1x8-bf16-pinned_host]",
+                f"{PREFETCH}[record_of_words-fp8-1x8-words-pinned_host]",
+                f"{PREFETCH}[one_long_seat-fp8-1x64-fp8-pinned_host]",
             )
         },
     ),
