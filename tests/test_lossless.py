@@ -25,10 +25,12 @@ PLAIN = dict(
 GLM = dataclasses.replace(scenarios.MODEL, layer_kinds=("full", "shared", "full"), mlp_kinds=("dense", "moe", "dense"))
 
 
-def run_both(setting: dict, scores: str = "plain", model=scenarios.MODEL) -> scenarios.Run:
+def run_both(setting: dict, scores: str = "plain", model=scenarios.MODEL, **changes) -> scenarios.Run:
+    """The offloaded run, which has been held against the resident one; `changes` are of its CacheConfig."""
     reference = scenarios.resident(setting["records"], setting["keys"], setting["tokens"], scores, model)
-    ours = scenarios.Run(scenarios.cache(setting, offload=True, model=model), scenarios.parameters(model, scores))
-    ours.history()
+    config = scenarios.cache(setting, offload=True, model=model)
+    config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, **changes))
+    ours = scenarios.Run(config, scenarios.parameters(model, scores)).history()
     assert scenarios.differences(ours, reference) == []
     scenarios.check_invariants(ours)
     check_counts(ours, setting)

@@ -15,21 +15,11 @@ import numpy as np
 import pytest
 
 from tests import scenarios
+from tests.test_lossless import PLAIN, run_both
 
 AUTOTUNING = "--xla_gpu_autotune_level=0"
 MODEL = dataclasses.replace(scenarios.ONE_LAYER, index_head_dim=128)  # as wide as the kernel's keys
-PLAIN = dict(records="fp8", keys="fp8", pool="barely", memory="auto", eviction="lru", warm=0)
-
-
-def run_both(threshold: str, cap: int, tokens: int) -> scenarios.Run:
-    setting = PLAIN | {"threshold": threshold, "cap": cap, "tokens": tokens}
-    config = scenarios.cache(setting, offload=True, model=MODEL)
-    config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, prefetch_implementation="fused"))
-    reference = scenarios.resident("fp8", "fp8", tokens, "plain", MODEL)
-    ours = scenarios.Run(config, scenarios.parameters(MODEL)).history()
-    assert scenarios.differences(ours, reference) == []
-    scenarios.check_invariants(ours)
-    return ours
+SETTING = PLAIN | {"records": "fp8", "keys": "fp8", "memory": "auto"}
 
 
 @pytest.mark.gpu
@@ -41,6 +31,7 @@ def test_copies_ahead_while_scoring_change_nothing(threshold, cap, tokens):
     pool just above what a step needs. "never" is a threshold of +inf, "always" of -inf."""
     if AUTOTUNING not in os.environ.get("XLA_FLAGS", ""):
         pytest.skip(f"XLA may choose other products in the two programs; set XLA_FLAGS={AUTOTUNING}")
-    ours = run_both(threshold, cap, tokens)
+    setting = SETTING | {"threshold": threshold, "cap": cap, "tokens": tokens}
+    ours = run_both(setting, model=MODEL, prefetch_implementation="fused")
     staged = sum(int(np.sum(moved.staged)) for moved in jax.device_get(ours.moved))
     assert (staged > 0) == (cap > 0 and threshold in ("always", "random", "ema"))

@@ -56,20 +56,20 @@ struct OneCluster {
 };
 
 template <typename Kernel>
-cudaError_t Allow(Kernel kernel, int blocks, int64_t shared_bytes) {
+cudaError_t Allow(Kernel kernel, int blocks, int64_t limit) {
   if (blocks > 8) {  // more than any GPU of the generation promises
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
   }
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit));
 }
 
 // Whether this GPU can hold a cluster of 16 blocks at once: parts of a GPU may be too small for it.
-bool CanHold16(int64_t shared_bytes) {
+bool CanHold16(int64_t limit) {
   const auto kernel = RequireKernel<16>;
-  OneCluster one(16, shared_bytes, nullptr);
+  OneCluster one(16, limit, nullptr);
   int clusters = 0;
-  const bool can = Allow(kernel, 16, shared_bytes) == cudaSuccess &&
+  const bool can = Allow(kernel, 16, limit) == cudaSuccess &&
                    cudaOccupancyMaxActiveClusters(&clusters, kernel, &one.config) == cudaSuccess && clusters > 0;
   cudaGetLastError();  // a refusal is an answer here, not an error of the next call
   return can;

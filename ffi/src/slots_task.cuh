@@ -140,8 +140,8 @@ struct SelectShared {
   Range range_of_blocks[kBlocks];
   int32_t free_of_blocks[kBlocks];
   int32_t used_of_blocks[kBlocks];
-  uint32_t of_words[2][kBins];     // slots of each word that are below the last key, and 2^16 times those with it
-  int32_t below_before[kBins];      // the same of all words before
+  uint32_t of_words[2][kBins];  // slots of each word that are below the last key, and 2^16 times those with it
+  int32_t below_before[kBins];  // the same of all words before
   int32_t ties_before[kBins];
   int32_t totals[kWarps];
   int32_t bin, bin_before, bin_size;
@@ -151,17 +151,17 @@ struct SelectShared {
 template <int kBlocks>
 struct GuessShared {
   static constexpr int kRoom = kMostCandidates / kBlocks;  // for the candidates of one block
+  static constexpr int kFew = kBlocks >= 16 ? 16 : 32;     // lows of a block, among which a high rank is looked for
 
   uint64_t lows[kWarps][kGroups];              // the lowest sample of each warp and group
   uint64_t low_of_blocks[kBlocks][kGroups];    // and of each block; where one slot is wanted, its lowest slot in [0]
-  static constexpr int kFew = kBlocks >= 16 ? 16 : 32;  // lows of a block, among which a high rank is looked for
   uint64_t few[kBlocks][kFew];
   int32_t rank_of_few[kBlocks * kFew];
   uint64_t bound;
   uint64_t own[kRoom];                         // candidates
   uint64_t of_blocks[kBlocks][kRoom];  // ascending
-  int32_t rank[kRoom];          // of own: in the block, then among all
-  int32_t taken[kMostGuessed];  // slots by rank
+  int32_t rank[kRoom];                 // of own: in the block, then among all
+  int32_t taken[kMostGuessed];         // slots by rank
   int32_t own_count;
   int32_t count_of_blocks[kBlocks];
 };
@@ -225,7 +225,7 @@ struct Block {
 
   // The block's slots by their place among its own; the last places may lie beyond the last slot.
   __device__ int places() const { return task.words * 32; }
-  __device__ bool Owns(int32_t slot) const { return slot >= 0 && slot / 32 % kBlocks == rank; }
+  __device__ bool Owns(int32_t slot) const { return slot >= 0 && task.OwnerOf(slot) == rank; }
   __device__ int32_t SlotAt(int place) const { return (place / 32 * kBlocks + rank) * 32 + place % 32; }
   __device__ int PlaceAmongOwn(int32_t slot) const { return slot / (32 * kBlocks) * 32 + slot % 32; }
 };

@@ -109,6 +109,21 @@ def test_every_policy_can_be_named():
     assert policies.parse_eviction("score:bonus_steps=4") == eviction.ScoreWeighted(4)
 
 
+@pytest.fixture
+def users_class(tmp_path, monkeypatch):
+    """Writes a class of the user's own into the current folder; returns its name for the command line."""
+
+    def write(module: str, base: str, body: str) -> str:
+        source = f"import jax.numpy as jnp\nfrom {module} import {base}\nclass Faulty({base}):\n{body}\n"
+        (tmp_path / "faulty.py").write_text(source)
+        return "faulty:Faulty"
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+    yield write
+    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+
+
 @pytest.mark.parametrize(
     ("body", "part"),
     [
@@ -118,16 +133,10 @@ def test_every_policy_can_be_named():
         ("    __hash__ = None", "frozen=True"),
     ],
 )
-def test_a_users_class_that_cannot_serve(tmp_path, monkeypatch, body, part):
-    (tmp_path / "faulty.py").write_text(
-        "import jax.numpy as jnp\nfrom echo_jax.threshold import Last\nclass Faulty(Last):\n" + body + "\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+def test_a_users_class_that_cannot_serve(users_class, tmp_path, body, part):
     with pytest.raises(InputError, match=part):
-        policies.parse_threshold("faulty:Faulty")
+        policies.parse_threshold(users_class("echo_jax.threshold", "Last", body))
     assert str(tmp_path) not in sys.path
-    monkeypatch.delitem(sys.modules, "faulty", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -142,15 +151,9 @@ def test_a_users_class_that_cannot_serve(tmp_path, monkeypatch, body, part):
     ],
     ids=["one_priority_for_all", "no_priorities", "one_rebased_for_all"],
 )
-def test_a_users_eviction(tmp_path, monkeypatch, body, part):
-    (tmp_path / "faulty.py").write_text(
-        "import jax.numpy as jnp\nfrom echo_jax.eviction import Lfu\nclass Faulty(Lfu):\n" + body + "\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+def test_a_users_eviction(users_class, body, part):
     with pytest.raises(InputError, match=part) if part else contextlib.nullcontext():
-        policies.parse_eviction("faulty:Faulty")
-    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+        policies.parse_eviction(users_class("echo_jax.eviction", "Lfu", body))
 
 
 # ---- rows and sizes --------------------------------------------------------------------------------------

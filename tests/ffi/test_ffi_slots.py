@@ -462,18 +462,25 @@ def check_records(emulator, maps, rows, priority, staged, expected, *, per_seat,
     np.testing.assert_array_equal(records[is_clear], filled[is_clear])
 
 
+allocate_by_twin = jax.jit(allocate, static_argnames=("per_seat", "new_per_seat"))
+
+
+def by_twin(maps, rows, priority, staged, **sizes):
+    """pool.allocate's results by the library on a CPU."""
+    return jax.device_get(allocate_by_twin(*jax.device_put((maps, rows, priority, staged), CPU), **sizes))
+
+
 def check_history(emulator, case, seed, steps, *, blocks, is_tight=False):
     """The emulated kernel against the CPU twin. `is_tight`: shared memory holds neither the priorities nor the list."""
     limit = emulator.EmulateAllocateBytes(blocks) + case.slots // 8 + 128 if is_tight else GPU_SHARED_BYTES
     random = np.random.default_rng(seed)
     maps = histories.draw_maps(random, case)
     sizes = {"per_seat": case.per_seat, "new_per_seat": case.new_per_seat}
-    by_twin = jax.jit(functools.partial(allocate, **sizes))
     for step in range(steps):
         rows = histories.draw_rows(random, case, maps)
         priority = histories.draw_priorities(random, case, step, len(rows))
         staged = histories.draw_staged(random, case, rows)
-        expected = jax.device_get(by_twin(*jax.device_put((maps, rows, priority, staged), CPU)))
+        expected = by_twin(maps, rows, priority, staged, **sizes)
         run = {"blocks": blocks, "shared_limit": limit, "seed": step}
         if step % 2 == 0:
             assert_equal(emulate(emulator, maps, rows, priority, staged, **sizes, **run), expected)
@@ -498,7 +505,7 @@ def test_lists_and_pools_of_nothing_emulated(library, emulator, slots, length):
         maps = maps.replace(slot_of=np.full(HOST_ROWS, NO_SLOT, np.int32), **of_slots)
     lists = np.full(length, NO_ROW, np.int32), np.arange(length, dtype=np.int32), np.asarray([41, -1], np.int32)
     sizes = {"per_seat": 6, "new_per_seat": 1}
-    expected = jax.device_get(jax.jit(functools.partial(allocate, **sizes))(*jax.device_put((maps, *lists), CPU)))
+    expected = by_twin(maps, *lists, **sizes)
     for blocks in (2, 16):
         run = {"blocks": blocks, "shared_limit": GPU_SHARED_BYTES, "seed": blocks}
         assert_equal(emulate(emulator, maps, *lists, **sizes, **run), expected)
@@ -511,15 +518,13 @@ def test_every_way_of_the_kernel_emulated(library, emulator, way):
     rows[:6], rows[-6:] = WAYS[way][:6], WAYS[way][6:]
     lists = rows, np.arange(len(rows), dtype=np.int32), np.asarray([41, -1, 43, 50], np.int32)
     sizes = {"per_seat": 6, "new_per_seat": 1}
-    by_twin = jax.jit(functools.partial(allocate, **sizes))
-    twin = lambda *lists: jax.device_get(by_twin(*jax.device_put((few_rows(), *lists), CPU)))  # noqa: E731
-    expected = twin(*lists)
+    expected = by_twin(few_rows(), *lists, **sizes)
     for seed in range(16):
         run = {"blocks": 2, "shared_limit": GPU_SHARED_BYTES, "seed": seed}
         assert_equal(emulate(emulator, few_rows(), *lists, **sizes, **run), expected)
     rows, _, staged = lists
-    alike, expected = twin(rows, np.int32(3), staged), twin(rows, np.full(len(rows), 3, np.int32), staged)
-    assert_equal(alike, expected)
+    expected = by_twin(few_rows(), rows, np.full(len(rows), 3, np.int32), staged, **sizes)
+    assert_equal(by_twin(few_rows(), rows, np.int32(3), staged, **sizes), expected)
     assert_equal(emulate(emulator, few_rows(), rows, np.asarray([3], np.int32), staged, **sizes, **run), expected)
 
 
@@ -544,7 +549,7 @@ def test_the_lowest_slots_are_selected_themselves(library, emulator, missing):
     absent = np.flatnonzero(maps.slot_of == NO_SLOT)[:missing]
     rows = random.permutation(np.concatenate([maps.host_of[lowest], absent])).astype(np.int32)
     lists, sizes = (rows, np.full(len(rows), 5, np.int32), absent[:1]), {"per_seat": len(rows), "new_per_seat": 0}
-    expected = jax.device_get(jax.jit(functools.partial(allocate, **sizes))(*jax.device_put((maps, *lists), CPU)))
+    expected = by_twin(maps, *lists, **sizes)
     for seed in range(3):
         run = {"blocks": 2, "shared_limit": GPU_SHARED_BYTES, "seed": seed}
         assert_equal(emulate(emulator, maps, *lists, **sizes, **run), expected)
@@ -568,7 +573,7 @@ def test_slots_of_a_large_pool(library, emulator, blocks, missing, is_guessed, a
     rows = random.permutation(np.concatenate([random.choice(maps.host_of, 3000, replace=False), absent]))
     lists = rows.astype(np.int32), np.full(len(rows), 5, np.int32), absent[:9]
     sizes = {"per_seat": 1, "new_per_seat": 0}
-    expected = jax.device_get(jax.jit(functools.partial(allocate, **sizes))(*jax.device_put((maps, *lists), CPU)))
+    expected = by_twin(maps, *lists, **sizes)
     run = {"blocks": blocks, "shared_limit": GPU_SHARED_BYTES, "seed": missing}
     assert_equal(emulate(emulator, maps, *lists, **sizes, **run), expected)
     assert bool(emulator.EmulateHasSelected()) != is_guessed

@@ -15,16 +15,13 @@ from echo_jax import layer
 from pallas_kernels import dispatch, indexer_prefetch
 from tests import scenarios
 from tests.scenarios import ONE_LAYER
-from tests.test_lossless import PLAIN, check_counts
+from tests.test_lossless import PLAIN, run_both
 
 SETTING = PLAIN | {"memory": "jnp", "threshold": "random", "tokens": 2}
 
 
 def run(prefetch):
-    config = scenarios.cache(SETTING, offload=True, model=ONE_LAYER)
-    cache = dataclasses.replace(config.cache, prefetch_implementation=prefetch)
-    found = scenarios.Run(dataclasses.replace(config, cache=cache), scenarios.parameters(ONE_LAYER))
-    return found.history()
+    return run_both(SETTING, model=ONE_LAYER, prefetch_implementation=prefetch)
 
 
 def test_fused_prefetch_is_the_resident_run(monkeypatch):
@@ -37,10 +34,6 @@ def test_fused_prefetch_is_the_resident_run(monkeypatch):
     monkeypatch.setattr(layer, "indexer_prefetch", watched)
     fused = run("fused")
     assert set(calls) == {(scenarios.cache(SETTING, offload=True, model=ONE_LAYER).cache.staging, True)}
-
-    assert scenarios.differences(fused, scenarios.resident("bf16", "f32", 2, "plain", ONE_LAYER)) == []
-    scenarios.check_invariants(fused)
-    check_counts(fused, SETTING)
     assert sum(int(np.sum(moved.useful)) for moved in fused.moved) > 0
     assert sum(int(np.sum(moved.refused)) for moved in fused.moved) > 0
 
@@ -48,8 +41,6 @@ def test_fused_prefetch_is_the_resident_run(monkeypatch):
 def test_a_second_stream_changes_nothing():
     """On a CPU there is one, so that what is held is that the copies are the same."""
     found, separate = run("second_stream"), run("separate")
-    assert scenarios.differences(found, scenarios.resident("bf16", "f32", 2, "plain", ONE_LAYER)) == []
-    check_counts(found, SETTING)
     assert [moved.useful.tolist() for moved in found.moved] == [moved.useful.tolist() for moved in separate.moved]
     assert sum(int(np.sum(moved.useful)) for moved in found.moved) > 0
 
@@ -85,6 +76,4 @@ def test_where_nothing_can_be_hidden_nothing_is_copied_ahead(monkeypatch):
     """And the run is the resident one all the same."""
     monkeypatch.setattr(layer, "scores_on_this_gpu", lambda query, keys: True)
     found = run("auto")
-    assert scenarios.differences(found, scenarios.resident("bf16", "f32", 2, "plain", ONE_LAYER)) == []
-    check_counts(found, SETTING)
     assert sum(int(np.sum(moved.staged)) for moved in found.moved) == 0

@@ -107,7 +107,9 @@ inline ffi::Error ViewList(const char* target, int64_t length, Numbers touched, 
   // Entries are numbered below NO_SLOT while they wait for a slot.
   if (length >= INT32_MAX) return Refuse(target, ": rows has length ", length, " but at most 2147483646 fit");
   views->is_touched_alike = touched.element_count() == 1;
-  if (!views->is_touched_alike) ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "touched", touched.element_count()));
+  if (!views->is_touched_alike) {
+    ECHO_RETURN_IF_ERROR(SameLength(target, "rows", length, "touched", touched.element_count()));
+  }
   ECHO_RETURN_IF_ERROR(SameLength(target, "scratch wanted", scratch_wanted, "scratch", scratch->element_count()));
   views->touched = touched.typed_data();
   views->staged = staged.typed_data();

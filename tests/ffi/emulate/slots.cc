@@ -69,8 +69,8 @@ struct Moved {
 };
 
 // Operands as in targets.h, the fills behind `slots`; sizes: host_rows, device_slots, length, staged_length, per_seat,
-// new_per_seat, table_width, whether one priority stands for all; moved: null for echo_allocate, else the rows are said by table, new_rows and positions.
-// Writes what went wrong into error[200], or nothing.
+// new_per_seat, table_width, whether one priority stands for all; moved: null for echo_allocate, else the rows are said by
+// table, new_rows and positions. Writes what went wrong into error[200], or nothing.
 void Emulate(int32_t* const* numbers, bool* free, const int32_t* sizes, const Moved* moved, int blocks,
              int64_t shared_limit, uint64_t seed, char* error) {
   has_selected = false;
