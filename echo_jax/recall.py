@@ -256,7 +256,7 @@ def plan(
     return pool.allocate(
         maps,
         wanted.rows,
-        jnp.atleast_1d(wanted.priority),
+        wanted.priority,
         staged_rows.reshape(-1),
         **wanted.sizes,
         implementation=config.slot_manager,

@@ -151,21 +151,18 @@ __device__ uint64_t LowOfGroup(const Block<kBlocks>& block) {
   return low;
 }
 
-// The rank-th lowest (from 1) of the lanes' keys, which differ.
-__device__ inline uint64_t LowestOfLanes(uint64_t key, int rank) {
-  int lower = 0;
-#pragma unroll 8
-  for (int lane = 0; lane < 32; ++lane) lower += __shfl_sync(kAllLanes, key, lane) < key;
-  const unsigned found = __ballot_sync(kAllLanes, lower == rank - 1);
-  return found == 0 ? kNoKey : __shfl_sync(kAllLanes, key, __ffs(static_cast<int>(found)) - 1);
-}
-
 // How many of the lanes' keys, which differ, are lower than this lane's.
 __device__ inline int RankInWarp(uint64_t key) {
   int lower = 0;
 #pragma unroll 8
   for (int lane = 0; lane < 32; ++lane) lower += __shfl_sync(kAllLanes, key, lane) < key;
   return lower;
+}
+
+// The rank-th lowest (from 1) of the lanes' keys, which differ.
+__device__ inline uint64_t LowestOfLanes(uint64_t key, int rank) {
+  const unsigned found = __ballot_sync(kAllLanes, RankInWarp(key) == rank - 1);
+  return found == 0 ? kNoKey : __shfl_sync(kAllLanes, key, __ffs(static_cast<int>(found)) - 1);
 }
 
 // Into shared.bound: the rank-th lowest (from 1) of the lowest few lows of every block. There after the block's next barrier.
@@ -175,11 +172,10 @@ __device__ void FindBoundAmongFew(Block<kBlocks>& block, int rank) {
   constexpr int kFew = GuessShared<kBlocks>::kFew, kAll = kBlocks * kFew, kParts = kThreads / kAll;
   static_assert(kParts >= 1 && kThreads % kAll == 0);
   const auto* few = &guess.few[0][0];
-#pragma unroll 1
-  for (int peer = Warp(); peer < kBlocks; peer += kWarps) {
-    const uint64_t low = guess.low_of_blocks[peer][Lane()];
+  if (Warp() < kBlocks) {  // a warp a block
+    const uint64_t low = guess.low_of_blocks[Warp()][Lane()];
     const int lower = RankInWarp(low == kNoKey ? kNoKey - 1 - Lane() : low);  // those of no sample differ too
-    if (lower < kFew) guess.few[peer][lower] = low;
+    if (lower < kFew) guess.few[Warp()][lower] = low;
   }
   if (threadIdx.x < kAll) guess.rank_of_few[threadIdx.x] = 0;
   if (threadIdx.x == 0) guess.bound = kNoKey;
