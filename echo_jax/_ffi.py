@@ -25,7 +25,7 @@ import numpy as np
 from echo_jax import _compat
 
 ENVIRONMENT_SWITCH = "ECHO_JAX_FFI"
-LIBRARY_VERSION = 8  # kLibraryVersion in targets.h
+LIBRARY_VERSION = 9  # kLibraryVersion in targets.h
 BUILD_COMMAND = "pip install scikit-build-core cmake ninja && pip install --no-build-isolation --no-deps -e ."
 CUDA_BUILD_COMMAND = f"export CUDACXX=/usr/local/cuda/bin/nvcc && {BUILD_COMMAND}"
 
@@ -44,6 +44,7 @@ _TARGETS = {
     "echo_allocate": "EchoAllocate",
     "echo_require": "EchoRequire",
     "echo_release": "EchoRelease",
+    "echo_encode": "EchoEncode",
     "echo_top_k": "EchoTopK",
     "echo_bounded_top_k": "EchoBoundedTopK",
 }
@@ -262,6 +263,25 @@ def write_back(host_pool: jax.Array, records: jax.Array, rows: jax.Array) -> jax
 def copy_rows(host_pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
     """echo_copy_rows: `host_pool` with `source` rows copied to `target` rows; in place if donated."""
     return _call("echo_copy_rows", jax.typeof(host_pool), (host_pool, source, target), aliases={0: 0})
+
+
+def encode(
+    index_keys: jax.Array,
+    rows: jax.Array,
+    index_key: jax.Array,
+    record: jax.Array,
+    query: jax.Array,
+    weights: jax.Array,
+    *,
+    latent: int,
+    stored: jax.ShapeDtypeStruct,
+    codes: Any,
+) -> tuple[jax.Array, ...]:
+    """echo_encode: `index_keys` with index_key f32[M, D] in rows i32[M], in place if donated; record f32[M, W] as
+    `stored`; query f32[N, G, D] as `codes`, a dtype; weights f32[N, G] times the query's scales."""
+    results = (jax.typeof(index_keys), stored, jax.ShapeDtypeStruct(query.shape, codes), jax.typeof(weights))
+    operands = (index_keys, rows, index_key, record, query, weights)
+    return tuple(_call("echo_encode", results, operands, {0: 0}, latent=np.int64(latent)))
 
 
 def top_k(

@@ -36,7 +36,8 @@ class CacheConfig:
     host_memory: str = "auto"  # "ffi", "jnp", or the best there is
     slot_manager: str = "auto"  # the same: who keeps the slot maps
     score_implementation: str = "auto"  # "reference", "mosaic_gpu", or the best there is: the index scores of a step
-    top_k_implementation: str = "auto"  # the same for the selection
+    top_k_implementation: str = "auto"  # as host_memory: the selection
+    encode_implementation: str = "auto"  # the same: a step's keys, records and index queries in their stored forms
     # "separate": after the scores. "second_stream": then, but beside the selection, on a stream of its own, as are rows
     # read ahead. "fused": while scores are made, in one kernel. "auto" takes that where it is one for this GPU, if
     # there are positions enough to hide a copy behind, and copies nothing ahead there if there are not.
@@ -78,7 +79,7 @@ class CacheConfig:
             )
         if not 0 <= self.warm_windows <= self.chunk:
             raise ValueError(f"warm_windows is {self.warm_windows} but must lie in 0..{self.chunk}, the chunk")
-        for name in ("host_memory", "slot_manager", "top_k_implementation"):
+        for name in ("host_memory", "slot_manager", "top_k_implementation", "encode_implementation"):
             if getattr(self, name) not in _ffi.IMPLEMENTATIONS:
                 raise ValueError(
                     f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(_ffi.IMPLEMENTATIONS)}"

@@ -9,12 +9,14 @@ FP8 is e4m3 without infinities: 448 is the largest value, rounding is to nearest
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from echo_jax import _ffi
 from echo_jax.types import PAGE
 
 E4M3_MAX = 448.0
@@ -121,6 +123,11 @@ class KeyFormat:
         return jnp.dtype({"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.uint8}[self.name])
 
     @property
+    def query_dtype(self) -> np.dtype:
+        """Of the index query as the scorer reads it."""
+        return jnp.dtype(jnp.float8_e4m3fn) if self.name == "fp8" else self.dtype
+
+    @property
     def bytes_per_key(self) -> int:
         return self.width + 4 if self.name == "fp8" else self.width * self.dtype.itemsize
 
@@ -158,6 +165,58 @@ class KeyFormat:
             return query.astype(self.dtype).astype(jnp.float32), weights
         codes, scales = quantise_key(query)
         return from_e4m3(codes), weights * scales
+
+
+class Encoded(NamedTuple):
+    """What a step stores of its new tokens in one layer, and asks the layer's keys with."""
+
+    index_keys: jax.Array  # the pool of pages, with the new keys in it
+    records: jax.Array  # [M, *record shape]
+    query: jax.Array  # [N, G, width]  e4m3 values, bf16 or f32, as the keys are
+    weights: jax.Array  # f32[N, G]
+
+
+def encode_step(
+    records: RecordFormat,
+    keys: KeyFormat,
+    index_keys: jax.Array,
+    rows: jax.Array,
+    index_key: jax.Array,
+    record: jax.Array,
+    query: jax.Array,
+    weights: jax.Array,
+    implementation: str = "auto",
+) -> Encoded:
+    """`RecordFormat.encode`, `KeyFormat.append` and `KeyFormat.prepare_query` of a step, on a GPU by one kernel.
+
+    index_key f32[M, width] goes to host rows i32[M], record is f32[M, record width], query f32[N, G, width] and weights
+    f32[N, G]. implementation: "auto" (the library where it serves), "ffi", "cuda" or "jnp"; all give the same bits, but
+    those of a NaN, and except that XLA's quotients on a GPU may differ by one rounding.
+    """
+    if not encodes_by_library(records, keys, implementation):
+        pool = keys.append(index_keys, rows, index_key)
+        query, weights = keys.prepare_query(query, weights)
+        return Encoded(pool, records.encode(record), query.astype(keys.query_dtype), weights)
+    if keys.rotated:
+        index_key, query = hadamard(index_key), hadamard(query)
+    stored = jax.ShapeDtypeStruct((*record.shape[:-1], *records.shape), records.dtype)
+    operands = (index_keys, rows, index_key, record, query, weights)
+    return Encoded(*_ffi.encode(*operands, latent=records.latent, stored=stored, codes=keys.query_dtype))
+
+
+def encodes_by_library(records: RecordFormat, keys: KeyFormat, implementation: str = "auto") -> bool:
+    """Whether `encode_step` takes the library; RuntimeError where it is asked for by name and cannot serve."""
+    if not _ffi.serves("encode implementation", implementation):
+        return False
+    widths = (keys.width, records.latent, records.rope)
+    if all(width % 4 == 0 for width in widths):
+        return True
+    if implementation == "auto":
+        return False
+    raise RuntimeError(
+        f"encode implementation {implementation!r} is not available: index keys of {keys.width} values and records of "
+        f"{records.latent} + {records.rope} must all be multiples of 4; use 'jnp'"
+    )
 
 
 def quantise_key(values: jax.Array) -> tuple[jax.Array, jax.Array]:

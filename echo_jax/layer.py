@@ -17,6 +17,7 @@ from jax import lax
 
 from echo_jax import attend, indexer, recall, threshold
 from echo_jax.config import CacheConfig
+from echo_jax.formats import Encoded, encode_step
 from echo_jax.indexer import Bound, Selection
 from echo_jax.recall import StepView
 from echo_jax.stats import Moved
@@ -75,22 +76,20 @@ def echo_layer(
     # Finished values go in: what XLA fuses into projections must not depend on whether the cache is offloaded.
     inputs = lax.optimization_barrier(inputs)
     layer = jnp.asarray(layer, jnp.int32)
-    new_records = config.records.encode(inputs.record)
     staging = recall.no_staging(config, view.rows.shape[0]) if staging is None else staging
     if shared is None:
-        state = append(config, state, view, inputs)
-        # Encoded by the time scores are made: after them, on a GPU, it would stand between a selection and `require`.
-        index_keys, new_records = lax.optimization_barrier((state.index_keys, new_records))
-        state = state.replace(index_keys=index_keys)
+        encoded = encode(config, state, view, inputs)
+        state, new_records = state.replace(index_keys=encoded.index_keys), encoded.records
         bound = selection_bound(config, state)
         if config.offload:
             assert host_pool is not None
-            score, staging, bound = score_and_prefetch(config, state, host_pool, layer, view, inputs, bound)
+            score, staging, bound = score_and_prefetch(config, state, host_pool, layer, view, encoded, bound)
         else:
-            score = score_positions(config, state, view, inputs)
+            score = scores_of(config, view, encoded.query, encoded.weights, encoded.index_keys)
         selection = select(config, view, score, selector, bound)
         scores = jnp.take_along_axis(score, jnp.maximum(selection.positions, 0), axis=-1)
     else:
+        new_records = config.records.encode(inputs.record)
         selection, scores = shared.selection, shared.scores
 
     if config.offload:
@@ -110,8 +109,25 @@ def echo_layer(
     return state, LayerOutput(attended, selection, scores, new_records, digest, moved)
 
 
+def encode(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> Encoded:
+    """The new tokens in their stored forms, the index keys in their resident places, and the query for the scorer.
+
+    All of it is there before scores are made: a record encoded after them would, on a GPU, stand between a selection
+    and `require`. And XLA cannot fuse the scores differently in the resident and in the offloaded program.
+    """
+    index_key, query, weights = inputs.index_key, inputs.index_query, inputs.index_weights
+    assert index_key is not None and query is not None and weights is not None and state.index_keys is not None
+    flat = (index_key.reshape(-1, config.keys.width), inputs.record.reshape(-1, config.records.width))
+    encoded = encode_step(
+        *(config.records, config.keys, state.index_keys, view.new_rows.reshape(-1), *flat),
+        *(query, weights, config.encode_implementation),
+    )
+    records = encoded.records.reshape(*inputs.record.shape[:2], *config.records.shape)
+    return lax.optimization_barrier(encoded._replace(records=records))
+
+
 def append(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> LayerState:
-    """The new index keys go to their resident places."""
+    """The new index keys alone go to their resident places."""
     assert inputs.index_key is not None and state.index_keys is not None
     keys = inputs.index_key.reshape(-1, config.keys.width)
     return state.replace(index_keys=config.keys.append(state.index_keys, view.new_rows.reshape(-1), keys))
@@ -132,23 +148,23 @@ def score_and_prefetch(
     host_pool: jax.Array,
     layer: jax.Array,
     view: StepView,
-    inputs: LayerInputs,
+    encoded: Encoded,
     bound: Bound | None = None,
 ) -> tuple[jax.Array, Staging, Bound | None]:
-    """The scores of `score_positions`, and the rows above the predicted threshold copied ahead, together or in turn.
+    """The scores of `scores_of`, and the rows above the predicted threshold copied ahead, together or in turn.
 
     Together, the scorer also says which scores exceed the bound, u32[B, T, P // 32]: the bound comes back with that.
     """
     predicted = threshold.predict(config.threshold, state.threshold, config.seats)
-    operands, wanted = scorer_operands(config, state, view, inputs)
-    query, _, keys, *_ = operands
-    if (way := prefetch_way(config, query, keys)) != "fused":
-        score = lax.optimization_barrier(indexer_scores(*operands, implementation=wanted))
+    asked = (encoded.query, encoded.weights, encoded.index_keys)
+    if (way := prefetch_way(config, encoded.query, encoded.index_keys)) != "fused":
+        score = scores_of(config, view, *asked)
         if way == "none":
             return score, recall.no_staging(config, config.seats), bound
         return score, recall.prefetch(config, state, host_pool, layer, view, score, predicted), bound
     assert state.slots is not None
     cap = recall.prefetch_cap(config, view)
+    operands, wanted = scorer_operands(config, view, *asked)
     arguments: Any = (*operands, predicted, view.lengths, cap, state.slots.slot_of, host_pool, layer)
     bounds = None if bound is None else bound.score
     found = indexer_prefetch(*arguments, staging=config.staging, bound=bounds, implementation=wanted)
@@ -175,21 +191,26 @@ def prefetch_way(config: CacheConfig, query: jax.Array, keys: jax.Array) -> str:
 
 
 def score_positions(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> jax.Array:
-    """f32[B, T, P]: index scores of all positions, -inf where the query does not see."""
-    operands, wanted = scorer_operands(config, state, view, inputs)
+    """f32[B, T, P]: index scores of all positions, -inf where the query does not see. No key is appended."""
+    assert inputs.index_query is not None and inputs.index_weights is not None and state.index_keys is not None
+    query, weights = config.keys.prepare_query(inputs.index_query, inputs.index_weights)
+    query = query.astype(config.keys.query_dtype)  # exact, as its values are those of this type
+    return scores_of(config, view, *lax.optimization_barrier((query, weights)), state.index_keys)
+
+
+def scores_of(config: CacheConfig, view: StepView, query: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
+    """`score_positions` of a query that is encoded already, [B, T, G, D_i] with weights f32[B, T, G]."""
+    operands, wanted = scorer_operands(config, view, query, weights, keys)
     return lax.optimization_barrier(indexer_scores(*operands, implementation=wanted))
 
 
-def scorer_operands(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> tuple[Any, Any]:
+def scorer_operands(
+    config: CacheConfig, view: StepView, query: jax.Array, weights: jax.Array, keys: jax.Array
+) -> tuple[Any, Any]:
     """What both scorers take first, and the implementation that is asked for."""
-    assert inputs.index_query is not None and inputs.index_weights is not None and state.index_keys is not None
-    query, weights = config.keys.prepare_query(inputs.index_query, inputs.index_weights)
-    # Exact, as its values are those of this type; behind the barrier a kernel of its own would do it.
-    query = query.astype(jnp.float8_e4m3fn if config.keys.name == "fp8" else config.keys.dtype)
-    # The barriers keep XLA from fusing the scores differently in the resident and in the offloaded program.
-    query, weights, pages = lax.optimization_barrier((query, weights, page_numbers(view.rows)))
+    pages = lax.optimization_barrier(page_numbers(view.rows))
     wanted = None if config.score_implementation == "auto" else config.score_implementation
-    return (query, weights, state.index_keys, pages, view.visible), wanted
+    return (query, weights, keys, pages, view.visible), wanted
 
 
 def page_numbers(rows: jax.Array) -> jax.Array:

@@ -35,6 +35,7 @@ FREE_FIELDS = frozenset(
         "attend_implementation",
         "prefetch_implementation",
         "top_k_implementation",
+        "encode_implementation",
         "read_ahead",
         "chunk",
         "warm_windows",

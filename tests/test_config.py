@@ -56,6 +56,7 @@ CONFIG = CacheConfig(
         ({"chunk": 64, "warm_windows": 65}, ["warm_windows is 65", "0..64, the chunk"]),
         ({"warm_windows": 8}, ["holds 36 rows", "8 windows of 5", "may need 40", "raise device_slots or lower warm_"]),
         ({"host_memory": "rdma"}, ["host_memory 'rdma'", "one of auto, ffi, cuda, jnp"]),
+        ({"encode_implementation": "rdma"}, ["encode_implementation 'rdma'", "one of auto, ffi, cuda, jnp"]),
         ({"top_k_implementation": "rdma"}, ["top_k_implementation 'rdma'", "one of auto, ffi, cuda, jnp"]),
         # One slot short: three seats of two tokens may protect 3 * 2 * (5 + 1) rows in one step.
         (

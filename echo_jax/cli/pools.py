@@ -81,6 +81,12 @@ class PoolOptions:
         choices=hostmem.IMPLEMENTATIONS,
         group="implementations",
     )
+    encode: str = option(
+        "who makes what a step stores, in its stored form: the shared library, jnp, or the best there is",
+        "auto",
+        choices=hostmem.IMPLEMENTATIONS,
+        group="implementations",
+    )
     scores: str = option(
         "who scores positions in a decode step: plain jnp, the Mosaic GPU kernel, or the best there is",
         "auto",
@@ -133,6 +139,7 @@ class PoolOptions:
             read_ahead=self.read_ahead,
             slot_manager=self.slot_manager,
             top_k_implementation=self.top_k,
+            encode_implementation=self.encode,
             score_implementation=self.scores,
             prefetch_implementation=self.prefetch,
             attend_implementation=self.attend,

@@ -55,6 +55,15 @@
 // echo_release(slot_of, host_of, priority, free, is_dropped bool[N_H]) -> slot_of, host_of, priority, free, all aliased
 //   pool.release: rows where is_dropped says so lose their slots.
 //
+// echo_encode(index_keys [pages, page], rows i32[M], index_key f32[M, D], record f32[M, W], query f32[N, G, D],
+//             weights f32[N, G]; latent i64)
+//     -> index_keys, aliased, stored [M, stored record], codes [N, G, D], scaled f32[N, G]
+//   What a step stores of its new tokens in one layer and asks with, by the forms of echo_jax/formats.py, whose jnp form
+//   is the meaning, bit for bit, but for the sign and the payload of a NaN. Element types say the forms: keys u8 (FP8),
+//   bf16 or f32, codes f8e4m3fn, bf16 or f32 as the keys are, stored u32 (FP8), bf16 or f32. index_key[m] goes to row
+//   rows[m], where that is not negative; active rows must be distinct. scaled is weights, times the scale of the codes
+//   where they are FP8. Divisions round once, on a GPU too. D, latent and W - latent must be multiples of 4.
+//
 // echo_top_k(score f32|bf16[N, P], visible i32[N]; k i64) -> positions i32[N, k], kth_score f32[N]
 //   indexer.select: the k best of the first visible[n] scores of row n, in the order of scores of echo_jax/indexer.py,
 //   as ascending positions followed by -1, and the lowest selected score (-0 as +0; the NaN 0x7fc00000 where it is a NaN
@@ -76,7 +85,7 @@ namespace echo_ffi {
 
 // Raised whenever the arguments or the meaning of a target change; echo_jax/_ffi.py holds the same number and
 // refuses a library with another one.
-inline constexpr int32_t kLibraryVersion = 8;
+inline constexpr int32_t kLibraryVersion = 9;
 
 // In `source` of echo_recall: the bytes come from the host pool. Values >= 0 count rows of `new`, then of `staged`.
 inline constexpr int32_t kSourceHost = -1;
