@@ -195,7 +195,8 @@ def score_positions(config: CacheConfig, state: LayerState, view: StepView, inpu
     assert inputs.index_query is not None and inputs.index_weights is not None and state.index_keys is not None
     query, weights = config.keys.prepare_query(inputs.index_query, inputs.index_weights)
     query = query.astype(config.keys.query_dtype)  # exact, as its values are those of this type
-    return scores_of(config, view, *lax.optimization_barrier((query, weights)), state.index_keys)
+    query, weights = lax.optimization_barrier((query, weights))
+    return scores_of(config, view, query, weights, state.index_keys)
 
 
 def scores_of(config: CacheConfig, view: StepView, query: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
