@@ -56,7 +56,7 @@ SCORES = "tests/kernels/test_indexer_scores.py::test_the_kernel_on_the_gpu"
 PREFETCH = "tests/kernels/test_indexer_prefetch.py::test_the_kernel_on_the_gpu"
 TARGETS = {
     # Rows of whole 16 bytes and of single words, lists longer than the warps, numbers outside; slots by every way of
-    # the kernel, and with their records; rows of scores that are sampled and divided among blocks.
+    # the kernel, and with their records; rows of scores that are sampled and divided among blocks; stored forms.
     "ffi": Target(
         "kns=echo_ffi",
         "B.sanitizer",
@@ -77,6 +77,12 @@ TARGETS = {
             "top_k": (
                 "tests/ffi/test_ffi_top_k.py::test_corner_on_a_gpu[tie_at_threshold-f32]",
                 "tests/ffi/test_ffi_top_k.py::test_corner_on_a_gpu[normal-bf16]",
+            ),
+            "encode": (
+                "tests/ffi/test_ffi_encode.py::test_stored_forms[fp8-fp8-cuda]",
+                "tests/ffi/test_ffi_encode.py::test_stored_forms[bf16-f32-cuda]",
+                "tests/ffi/test_ffi_encode.py::test_a_row_outside_is_skipped_on_a_gpu[192]",
+                "tests/ffi/test_ffi_encode.py::test_widths_of_any_multiple_of_four[heads3-260-384-68-cuda]",
             ),
         },
         {
