@@ -4,7 +4,7 @@
 
 layer      B 32 x 98,304 at a hit rate of 0.97: E.layer_us, E.layer_resident_us
 light      B 1 x 98,304 in a pool that holds two thirds of the context: D.light_load_us; its first 16 steps apart
-timeline   the kernels of one step at B 32, one by one, offloaded and resident
+timeline   the kernels of one step of either, one by one, offloaded and resident
 
 The rooms are the library's own: `echo_layer` with FP8 keys and records, 64 index heads, 128 attention heads, T of 1,
 prefetch in the scorer ("fused"), after it ("separate"), beside the selection ("second_stream") or not at all ("none").
@@ -102,6 +102,7 @@ class Size:
         )
 
 
+TIMELINES = ("fused", "none", "resident")
 LAYER = Size(seats=32, slots=32 * 6144, steps=4)
 LIGHT = Size(seats=1, slots=65_536, steps=8)
 
@@ -415,7 +416,7 @@ def light(bench: Bench, size: Size = LIGHT, fresh: float | None = None) -> None:
 
 def timeline(bench: Bench, size: Size, fresh: float) -> None:
     """The kernels of one step, in order; without graphs, one stream."""
-    for way in ("fused", "separate", "resident"):
+    for way in TIMELINES:
         one = bench.layer(size, way, is_timeline=True)
         one.turn_over(fresh, 96)
         one.prepare(fresh)
@@ -443,10 +444,10 @@ def main(parts: list[str]) -> int:
     if gpu_timing.refuses(known, parts):
         return 2
     parts = parts or list(known)
-    step = dataclasses.replace(LAYER, steps=1)
+    steps = [dataclasses.replace(size, steps=1) for size in (LAYER, LIGHT)]
     jobs = [(size, way, False) for part, size in (("layer", LAYER), ("light", LIGHT)) if part in parts for way in WAYS]
     started = time.perf_counter()
-    bench = Bench(jobs + [(step, way, True) for way in WAYS if "timeline" in parts])
+    bench = Bench(jobs + [(step, way, True) for step in steps for way in TIMELINES if "timeline" in parts])
     fresh = None
     if "layer" in parts:
         fresh = layer(bench)
@@ -455,7 +456,8 @@ def main(parts: list[str]) -> int:
         light(bench, fresh=fresh)
         print(f"light: done after {time.perf_counter() - started:.0f} s", flush=True)
     if "timeline" in parts:
-        timeline(bench, step, fresh or 0.1)
+        for step in steps:
+            timeline(bench, step, fresh or 0.1)
         print(f"timeline: done after {time.perf_counter() - started:.0f} s", flush=True)
     return 0
 

@@ -25,6 +25,36 @@ def test_findings(log, count):
     assert sanitize.findings(log) == count
 
 
+MARK, PREFETCH, CLEAR = (
+    sanitize.lines_of(sanitize.ROOT / sanitize.VERDICTS.module, name).start + 1
+    for name in ("mark", "prefetch", "clear")
+)
+
+
+@pytest.mark.parametrize(
+    "accesses, meant",
+    [
+        ([("Write", "ahead.py", MARK), ("Read", "ahead.py", PREFETCH)], 1),
+        ([("Read", "ahead.py", PREFETCH), ("Write", "ahead.py", MARK), ("Write", "ahead.py", MARK)], 1),
+        ([("Write", "ahead.py", MARK), ("Write", "ahead.py", MARK)], 0),
+        ([("Write", "ahead.py", PREFETCH), ("Read", "ahead.py", PREFETCH)], 0),
+        ([("Write", "ahead.py", CLEAR), ("Read", "ahead.py", PREFETCH)], 0),
+        ([("Read", "ahead.py", PREFETCH), ("Write", "ahead.py", MARK), ("Write", "above.py", MARK)], 0),
+        ([("Write", "mosaic_gpu.py", MARK), ("Read", "ahead.py", PREFETCH)], 0),
+    ],
+)
+def test_a_mailboxes_own_accesses_are_no_finding(accesses, meant):
+    """Only where the verdicts are stored and looked for; a log has other hazards before and behind."""
+    other = "========= Error: Race reported between Write access at f+0x10 in a.py:1\n=========     and Read access at "
+    other += "f+0x20 in a.py:2 [4 hazards]\n========= \n"
+    lines = [f"{kind} access at kernel+0x1080 in {file}:{line}" for kind, file, line in accesses]
+    first, *others = lines
+    hazard = f"========= Error: Race reported between {first}\n"
+    hazard += "".join(f"=========     and {line} [256 hazards]\n" for line in others) + "========= \n"
+    summary = "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)\n"
+    assert sanitize.in_mailbox(other + hazard + other + summary, sanitize.VERDICTS) == meant
+
+
 def test_its_tests_exist():
     """A test that was renamed would leave the sanitizers with less to look at; on a GPU they would say so late."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
