@@ -141,12 +141,16 @@ struct ListedKeys {
   Scratch& scratch;
   const uint32_t* keys;
   uint32_t length;
+  bool are_counted = false;  // for the first range, by who listed them
 
-  __device__ TwoBins Count(KeyRange range, uint32_t shift) const {
-    for (uint32_t i = threadIdx.x; i < length; i += kThreads) {
-      const uint32_t key = keys[i];
-      if (range.Has(key)) atomicAdd(&scratch.histogram[range.Bin(key, shift)], 1u);
+  __device__ TwoBins Count(KeyRange range, uint32_t shift) {
+    if (!are_counted) {
+      for (uint32_t i = threadIdx.x; i < length; i += kThreads) {
+        const uint32_t key = keys[i];
+        if (range.Has(key)) atomicAdd(&scratch.histogram[range.Bin(key, shift)], 1u);
+      }
     }
+    are_counted = false;
     __syncthreads();
     return scratch.TakeBins();
   }

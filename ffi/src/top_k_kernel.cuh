@@ -98,20 +98,19 @@ struct KeysOfRow {
   }
 };
 
-// Lists the selected positions of one segment: those marked `above`, and the first of those marked as ties. Before it
-// lie `before.above` and `before.ties` of them; `ties` ties are selected in all. mark(start) sets the bits of the
-// places start .. start + kWindow of the segment.
+// Lists the selected positions of one segment: those marked `above`, and the first of those marked as ties, of which
+// `ties` are selected in all. mark(start) sets the bits of the places start .. start + kWindow of the segment. What lies
+// before it is in shared.before when all threads have marked their first.
 template <typename Mark>
-__device__ void Emit(Shared& shared, uint32_t places, int32_t position_of_place_0, Counts before, uint32_t ties,
-                     int32_t* positions, Mark mark) {
+__device__ void Emit(Shared& shared, uint32_t places, int32_t position_of_place_0, uint32_t ties, int32_t* positions,
+                     Mark mark) {
+  Counts before = {0, 0};
   for (uint32_t start = 0; start < places; start += kWindow) {
-    auto* const above_words = reinterpret_cast<uint4*>(shared.bits.above);
-    auto* const tie_words = reinterpret_cast<uint4*>(shared.bits.ties);
-    above_words[threadIdx.x] = tie_words[threadIdx.x] = uint4{0, 0, 0, 0};
-    __syncthreads();
     mark(start);
     __syncthreads();
-    const uint4 above = above_words[threadIdx.x], tied = tie_words[threadIdx.x];
+    if (start == 0) before = shared.before;
+    uint4 above, tied;
+    shared.bits.Take(&above, &tied);
     uint32_t selected[kWordsPerThread] = {above.x, above.y, above.z, above.w};
     uint32_t tie[kWordsPerThread] = {tied.x, tied.y, tied.z, tied.w};
     unsigned long long mine = 0;  // ties in the upper half, so that one scan does for both
@@ -157,41 +156,37 @@ __device__ void SelectAll(Shared& shared, const Row<Bits>& row, uint32_t visible
   if (threadIdx.x == 0) *kth_bits = ScoreBits(visible == 0 ? 0 : ~shared.highest);
 }
 
-// The k-th key, and what lies before a block's segment of what is above it and of what equals it.
-struct Found {
-  Kth kth;
-  Counts before;
-};
-
 // Where the lists of the cluster hold all keys above the bracket, at least k: every block gathers them and finds the
-// same.
-__device__ inline Found FindAmongListed(Shared& shared, const Theirs& theirs, uint32_t k, uint32_t blocks) {
-  // A warp copies from one block, so that all are copied from at once.
+// same k-th. What lies before the block's segment is on its way to shared.before.
+__device__ inline Kth FindAmongListed(Shared& shared, const Theirs& theirs, uint32_t k, uint32_t blocks) {
+  // A warp copies from one block, so that all are copied from at once, and counts what it copies.
   const uint32_t warp = threadIdx.x / kLanes, other = warp % blocks;
   const uint32_t warps = (kWarps - 1 - other) / blocks + 1;  // that copy from the same
   const uint32_t start = theirs.SumOfFirst(other).above;
   const uint32_t length = __shfl_sync(kAllLanes, theirs.counts.above, other);
+  const KeyRange range = theirs.Range();
+  const uint32_t shift = range.Shift();
   const uint32_t* keys = Remote(shared.keys, other);
   for (uint32_t i = warp / blocks * kLanes + threadIdx.x % kLanes; i < length; i += warps * kLanes) {
-    shared.gathered[start + i] = keys[i];
+    const uint32_t key = keys[i];
+    shared.gathered[start + i] = key;
+    atomicAdd(&shared.scratch.histogram[range.Bin(key, shift)], 1u);
   }
   ClusterArrive();  // this block reads no other's memory from here on
-  __syncthreads();
   const uint32_t all = theirs.SumOfFirst(blocks).above, before = theirs.SumOfFirst(BlockOfCluster()).above;
-  const Kth kth = FindKth(shared.scratch, theirs.Range(), k, ListedKeys{shared.scratch, shared.gathered, all});
+  const Kth kth = FindKth(shared.scratch, range, k, ListedKeys{shared.scratch, shared.gathered, all, true});
   Counts mine = {0, 0};
   for (uint32_t i = threadIdx.x; i < before; i += kThreads) {
     mine.above += shared.gathered[i] > kth.key;
     mine.ties += shared.gathered[i] == kth.key;
   }
   AddUp(mine, &shared.before);
-  __syncthreads();
-  return {kth, shared.before};
+  return kth;
 }
 
 // Where the sample has misled: the rank-th largest of the row's keys in `range`, the row read a few times more.
 template <typename Bits>
-__device__ Found FindInRow(Shared& shared, const Row<Bits>& row, Segment segment, KeyRange range, uint32_t rank,
+__device__ Kth FindInRow(Shared& shared, const Row<Bits>& row, Segment segment, KeyRange range, uint32_t rank,
                            uint32_t blocks) {
   const Kth kth = FindKth(shared.scratch, range, rank, KeysOfRow<Bits>{shared, row, segment, blocks});
   if (threadIdx.x == 0) shared.counts = {0, 0};
@@ -207,16 +202,16 @@ __device__ Found FindInRow(Shared& shared, const Row<Bits>& row, Segment segment
   AddUp(mine, &shared.counts);
   ClusterSync();
   const Counts before = ReadCounts(shared, blocks).SumOfFirst(BlockOfCluster());
+  if (threadIdx.x == 0) shared.before = before;
   ClusterArrive();  // this block reads no other's memory from here on
-  return {kth, before};
+  return kth;
 }
 
 // Lists the selected positions of a segment from its list of keys.
-__device__ inline void EmitListed(Shared& shared, uint32_t places, int32_t position_of_place_0, const Found& found,
+__device__ inline void EmitListed(Shared& shared, uint32_t places, int32_t position_of_place_0, Kth kth,
                                   int32_t* positions) {
   const uint32_t length = shared.counts.above;
-  const Kth kth = found.kth;
-  Emit(shared, places, position_of_place_0, found.before, kth.ties, positions, [&](uint32_t start) {
+  Emit(shared, places, position_of_place_0, kth.ties, positions, [&](uint32_t start) {
     for (uint32_t i = threadIdx.x; i < length; i += kThreads) {
       const uint32_t key = shared.keys[i], place = shared.places[i] - start;
       if (key < kth.key || place >= kWindow) continue;
@@ -228,11 +223,10 @@ __device__ inline void EmitListed(Shared& shared, uint32_t places, int32_t posit
 // The same from the row itself.
 template <typename Bits>
 __device__ void EmitFromRow(Shared& shared, const Row<Bits>& row, Segment segment, int32_t position_of_place_0,
-                            const Found& found, int32_t* positions) {
+                            Kth kth, int32_t* positions) {
   constexpr uint32_t kPerVector = Row<Bits>::kPerVector;
   const uint32_t places = (segment.last - segment.first) * kPerVector;
-  const Kth kth = found.kth;
-  Emit(shared, places, position_of_place_0, found.before, kth.ties, positions, [&](uint32_t start) {
+  Emit(shared, places, position_of_place_0, kth.ties, positions, [&](uint32_t start) {
     const uint32_t first = segment.first + start / kPerVector;
     const Segment window = {first, min(first + kWindow / kPerVector, segment.last)};
     row.ForEachBatch(window, [&](const uint32_t(&keys)[kBatch], uint32_t visible_keys, uint32_t vector) {
@@ -268,13 +262,14 @@ __device__ bool SelectFromMarked(Shared& shared, const Row<Bits>& row, Hint hint
     ClusterSync();  // the counts have been read, and others may take their place
     return false;
   }
-  const Found found = FindAmongListed(shared, theirs, k, blocks);
-  if (found.kth.key <= hint.bound) {
+  const Kth kth = FindAmongListed(shared, theirs, k, blocks);
+  if (kth.key <= hint.bound) {
+    __syncthreads();  // shared.before has been added to, and will be cleared
     ClusterWait();
     return false;
   }
-  EmitListed(shared, (segment.last - segment.first) * 32, static_cast<int32_t>(segment.first * 32), found, positions);
-  Finish(found.kth, kth_bits);
+  EmitListed(shared, (segment.last - segment.first) * 32, static_cast<int32_t>(segment.first * 32), kth, positions);
+  Finish(kth, kth_bits);
   return true;
 }
 
@@ -289,6 +284,7 @@ __device__ void SelectFromRow(Shared& shared, const Bits* scores, uint32_t visib
     return;  // the whole cluster: nobody waits
   }
   shared.scratch.ClearHistogram();
+  shared.bits.Clear();
   if (hint.above != nullptr) {
     if (SelectFromMarked(shared, row, hint, visible, k, blocks, positions, kth_bits)) return;
     hint.bound = 0;  // what misled those who marked would mislead here
@@ -311,28 +307,30 @@ __device__ void SelectFromRow(Shared& shared, const Bits* scores, uint32_t visib
   }
 
   const bool is_listed = k <= all.above && all.above <= kCapacity;
-  Found found;
+  Kth kth;
   if (is_listed) {
-    found = FindAmongListed(shared, theirs, k, blocks);
+    kth = FindAmongListed(shared, theirs, k, blocks);
   } else if (all.above < k && k <= all.above + all.ties) {
-    found = {{bracket, k - all.above}, theirs.SumOfFirst(block)};
+    kth = {bracket, k - all.above};
+    const Counts before = theirs.SumOfFirst(block);
+    if (threadIdx.x == 0) shared.before = before;
     ClusterArrive();
   } else if (all.above >= k) {
-    found = FindInRow(shared, row, segment, theirs.Range(), k, blocks);
+    kth = FindInRow(shared, row, segment, theirs.Range(), k, blocks);
   } else {
     // Below the bracket, which is no NaN's key then: nothing would be below that.
-    found = FindInRow(shared, row, segment, KeyRange{0, bracket - 2}, k - all.above - all.ties, blocks);
+    kth = FindInRow(shared, row, segment, KeyRange{0, bracket - 2}, k - all.above - all.ties, blocks);
   }
 
   constexpr uint32_t kPerVector = Row<Bits>::kPerVector;
   const int32_t position_of_place_0 =
       static_cast<int32_t>(segment.first * kPerVector) - static_cast<int32_t>(row.Begin());
   if (is_listed) {
-    EmitListed(shared, (segment.last - segment.first) * kPerVector, position_of_place_0, found, positions);
+    EmitListed(shared, (segment.last - segment.first) * kPerVector, position_of_place_0, kth, positions);
   } else {
-    EmitFromRow(shared, row, segment, position_of_place_0, found, positions);
+    EmitFromRow(shared, row, segment, position_of_place_0, kth, positions);
   }
-  Finish(found.kth, kth_bits);
+  Finish(kth, kth_bits);
 }
 
 }  // namespace echo_ffi::top_k

@@ -44,16 +44,24 @@ struct Shared {
   Counts counts;     // of this block's segment
   uint32_t highest;  // of the listed keys
   uint32_t lowest;
-  Counts before;               // in the segments before it
-  uint32_t keys[kCapacity];    // the sample; then the listed keys of this segment
-  uint32_t places[kCapacity];  // where in the segment they lie
-  union {
-    uint32_t gathered[kCapacity];  // the listed keys of all segments, in order of segment
-    struct {
-      alignas(16) uint32_t above[kWindowWords];
-      alignas(16) uint32_t ties[kWindowWords];
-    } bits;
-  };
+  Counts before;                 // in the segments before it
+  uint32_t keys[kCapacity];      // the sample; then the listed keys of this segment
+  uint32_t places[kCapacity];    // where in the segment they lie
+  uint32_t gathered[kCapacity];  // the listed keys of all segments, in order of segment
+  struct {
+    alignas(16) uint32_t above[kWindowWords];
+    alignas(16) uint32_t ties[kWindowWords];
+
+    // This thread's words, which it leaves clear: nobody else looks at them.
+    __device__ void Take(uint4* above_words, uint4* tie_words) {
+      *above_words = reinterpret_cast<uint4*>(above)[threadIdx.x];
+      *tie_words = reinterpret_cast<uint4*>(ties)[threadIdx.x];
+      Clear();
+    }
+    __device__ void Clear() {
+      reinterpret_cast<uint4*>(above)[threadIdx.x] = reinterpret_cast<uint4*>(ties)[threadIdx.x] = uint4{0, 0, 0, 0};
+    }
+  } bits;  // all clear but while positions are emitted
 
   // Before a list is made; the block meets here. `lowest_listed` is no higher than any key that will be listed.
   __device__ void StartList(uint32_t lowest_listed) {
