@@ -1,9 +1,10 @@
 """What the cache costs in a decode step on a GPU: bookkeeping, recall and write-back, without the model's maths.
 
-    python -m bench.step [zero | step | kernels | compile | rerecord] ...
+    python -m bench.step [zero | step | shared | kernels | compile | rerecord] ...
 
 zero     critical path that offloading adds to a layer when nothing is missing, over the resident step (B 1 and 16)
 step     61 layers, 40 misses each, and the one write-back; graphs on and off; launches a step
+shared   one full layer and three that share its list, 64 misses a seat: rows read ahead beside the maths, or not
 kernels  what a layer launches in both, how often and how long each takes
 compile  a whole step of 61 layers of DeepSeek-V3.2, from trace to executable
 rerecord buffers elsewhere than when the graph was recorded; a pool that was not committed to the device
@@ -45,11 +46,13 @@ STEPS = 16  # in one call
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
 
-def cache(seats: int, context: int, slots: int, offload: bool, layers: int = LAYERS) -> CacheConfig:
+def cache(
+    seats: int, context: int, slots: int, offload: bool, kinds: tuple[str, ...] = ("full",) * LAYERS, **more: Any
+) -> CacheConfig:
     """FP8 records; the rows of index keys are not touched here."""
     context = -(-context // PAGE) * PAGE
     return CacheConfig(
-        layer_kinds=("full",) * layers,
+        layer_kinds=kinds,
         records=RecordFormat("fp8", 512, 64),
         keys=KeyFormat("fp8", 128),
         threshold=Never(),
@@ -59,8 +62,8 @@ def cache(seats: int, context: int, slots: int, offload: bool, layers: int = LAY
         host_rows=seats * context,
         device_slots=slots,
         top_k=K,
-        staging=0,
         offload=offload,
+        **{"staging": 0, **more},
     )
 
 
@@ -128,15 +131,20 @@ def products(after: jax.Array, operands: tuple[jax.Array, jax.Array]) -> jax.Arr
 
 def one_step(config: CacheConfig, host_pool, layers, chosen, new_records, step, maths=None):
     """`require` in every layer, each waiting for the one before it, and one write-back; with `maths`, the operands of
-    `products`, that comes first in every layer, so that what depends on no maths can run beside it."""
+    `products`, that comes first in every layer, so that what depends on no maths can run beside it. A shared layer may
+    read ahead once the list of the full layer before it is there."""
     view = view_of(config, step)
     scores = jnp.zeros(chosen.shape, jnp.float32)
-    staging, moved, after = recall.no_staging(config, config.seats), [], jnp.int32(0)
+    moved, after, known = [], jnp.int32(0), chosen
     layers = list(layers)
-    for index in range(len(layers)):
+    for index, kind in enumerate(config.layer_kinds):
         # As a selection leaves it: in memory. Else XLA would add in whatever reads it, where something of XLA's does.
         selected = jax.lax.optimization_barrier(chosen + (after if maths is None else products(after, maths)))
+        known = selected if kind == "full" else known
         if config.offload:
+            staging = recall.no_staging(config, config.seats)
+            if kind == "shared" and config.read_ahead:
+                staging = recall.read_ahead(config, layers[index], host_pool, jnp.int32(index), view, known)
             layers[index], slots, counts = recall.require(
                 config,
                 layers[index],
@@ -306,6 +314,42 @@ def step(context: int = 16384, misses: int = 40) -> None:
         del stepper
 
 
+def shared(seats: int = 32, context: int = 98_304, misses_of_seat: int = 64) -> None:
+    """GLM's pattern, a layer: rows of shared layers recalled by each, or read ahead beside the maths since the list."""
+    kinds, times = ("full", "shared", "shared", "shared"), {}
+    ways = {
+        "resident": {"offload": False},
+        "recalled": {"offload": True},
+        "read ahead": {"offload": True, "read_ahead": True, "staging": 2 * misses_of_seat},
+        "read ahead, second stream": {
+            **{"offload": True, "read_ahead": True, "staging": 2 * misses_of_seat},
+            "prefetch_implementation": "second_stream",
+        },
+    }
+    for way, more in ways.items():
+        config = cache(seats, context, seats * 6144, kinds=kinds, **more)
+        # Long enough that a row is out of the pool when it is selected again.
+        stepper = Stepper(config, seats * misses_of_seat, is_full=True, with_maths=True, period=16 * STEPS)
+        times[way] = per_layer(stepper.time_us(), len(kinds))
+        counts = jax.tree.map(lambda each: np.asarray(each)[1:].mean(), stepper.run(1))
+        notes = f"rows of a shared layer: staged {counts.staged:.0f}, useful {counts.useful:.0f}, recalled "
+        notes += f"{counts.recalled:.0f}; launches a step: {launches(stepper.compiled)}"
+        print(f"{way}: {times[way].median:.1f} us a layer; {notes}", flush=True)
+        record(
+            None,
+            name=f"one full layer and three that share its list, beside maths, a layer: {way}",
+            value=times[way],
+            unit="us",
+            file=FILE,
+            shapes={"B": seats, "P": context, "K": K, "N_G": config.device_slots, "N_H": config.host_rows}
+            | {"layers": len(kinds), "record_bytes": 656, "misses": seats * misses_of_seat},
+            method="4 chained layers, in each a matrix product of 48 GFLOP before `require`, and one write-back; 16 steps "
+            "in one call, divided by layers",
+            notes=notes,
+        )
+        del stepper
+
+
 def kernels() -> None:
     """Printed, not recorded: where the time of `zero` and of `step` goes, in kernels and between them."""
     for seats, context, slots, misses, offload in (
@@ -461,6 +505,7 @@ def _uncommitted() -> None:
 PARTS: dict[str, Callable[[], None]] = {
     "zero": zero,
     "step": step,
+    "shared": shared,
     "kernels": kernels,
     "compile": compile_whole,
     "rerecord": rerecord,

@@ -96,10 +96,20 @@ def read_ahead(
     seats, capacity = view.rows.shape
     if config.staging == 0:
         return no_staging(config, seats)
-    at = jnp.where(selected == NO_POSITION, capacity, selected).reshape(seats, -1)
-    is_selected = jax.vmap(lambda at: jnp.zeros((capacity,), bool).at[at].set(True, mode="drop"))(at)
-    cap = jnp.full((seats,), config.staging, jnp.int32)
-    found, refused = _lowest(is_selected & _is_absent(state.slots, view), cap, config.staging)
+    # By the list, not by position: K entries of a query where a context has a hundred thousand.
+    listed = jnp.where(selected == NO_POSITION, capacity, selected).reshape(seats, -1)
+    if selected.shape[1] > 1:
+        listed = jnp.sort(listed, axis=1)  # each query's list is in order, and several may hold a position
+    is_repeated = jnp.pad(listed[:, 1:] == listed[:, :-1], ((0, 0), (1, 0)))
+    positions = jnp.where(is_repeated | (listed >= view.lengths[:, None]), NO_POSITION, listed)
+    rows = rows_at(view.rows, positions)
+    is_absent = (rows != NO_ROW) & (pool.lookup(state.slots, rows) < 0)
+    # Each to its place: of lists so short a scatter is one kernel, where the search of `_lowest` is a dozen.
+    running = jnp.cumsum(is_absent, axis=1, dtype=jnp.int32)
+    place = jnp.where(is_absent, running - 1, config.staging)  # one past the end: dropped
+    found = jnp.full((seats, config.staging), NO_POSITION, jnp.int32)
+    found = found.at[jnp.arange(seats, dtype=jnp.int32)[:, None], place].set(positions, mode="drop")
+    refused = jnp.maximum(running[:, -1] - config.staging, 0)
     return _stage(config, host_pool, layer, view, found, refused)
 
 

@@ -42,6 +42,7 @@ CONFIG = CacheConfig(
 
 require = jax.jit(recall.require, static_argnums=0)
 prefetch = jax.jit(recall.prefetch, static_argnums=0)
+read_ahead = jax.jit(recall.read_ahead, static_argnums=0)
 
 # A record of a row, by where it is read from. No two are alike.
 ON_HOST, NEW, STAGED, IN_SLOT = 1.0, 2.0, 3.0, 4.0
@@ -162,6 +163,57 @@ def test_either_query_makes_a_candidate():
     score[0, 0, 3], score[0, 1, 5], score[1, 1, 0] = 2, 2, NAN
     got = check_prefetch(score, [1.0] * SEATS, [20] * SEATS, [])
     assert np.asarray(got.rows)[0, :3].tolist() == [3, 5, NO_ROW]
+
+
+def check_read_ahead(selected, lengths, resident, staging=S, rows=None):
+    """Against a loop over the lists, i32[SEATS, queries, K]; returns the staging."""
+    view, selected = view_of(lengths, rows), np.asarray(selected, np.int32)
+    config = dataclasses.replace(CONFIG, staging=staging)
+    got = read_ahead(config, layer_state(resident), HOST, jnp.int32(1), view, selected)
+    for seat in range(SEATS):
+        wanted = sorted({int(p) for p in selected[seat].reshape(-1) if p != NO_POSITION and p < lengths[seat]})
+        rows_of_seat = np.asarray(view.rows[seat])[wanted].tolist()
+        missing = [row for row in rows_of_seat if row != NO_ROW and row not in resident]
+        expected = missing[:staging]
+        assert np.asarray(got.rows[seat]).tolist() == expected + [NO_ROW] * (staging - len(expected))
+        assert int(got.refused[seat]) == len(missing) - len(expected)
+        for place, row in enumerate(expected):
+            np.testing.assert_array_equal(got.records[seat, place], record(ON_HOST, row, layer=1))
+    return got
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_known_list_is_read_ahead(seed, queries):
+    """Of lists that overlap, some shorter than K, with positions of this step among them: what was written before and
+    is not resident, once each."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, P - 4, SEATS)
+    selected = np.full((SEATS, queries, K), NO_POSITION)
+    for seat in range(SEATS):
+        for query in range(queries):
+            among = min(12, int(lengths[seat]) + query + 1)  # few, so that queries meet
+            count = int(random.integers(0, min(K, among) + 1))
+            last = int(lengths[seat]) + query
+            selected[seat, query, :count] = np.sort(last - random.choice(among, count, replace=False))
+    resident = random.choice(SEATS * P, 30, replace=False).tolist()
+    for staging in (1, 3, 16):
+        check_read_ahead(selected, lengths, resident, staging)
+
+
+def test_nothing_is_read_ahead_where_nothing_is_selected_or_all_is_there():
+    nothing = np.full((SEATS, T, K), NO_POSITION)
+    assert (np.asarray(check_read_ahead(nothing, [40, 0, 12], []).rows) == NO_ROW).all()
+    first_four = np.broadcast_to(np.arange(K), (SEATS, T, K))
+    there = [seat * P + position for seat in range(SEATS) for position in range(K)]
+    assert (np.asarray(check_read_ahead(first_four, [40, 20, 12], there).rows) == NO_ROW).all()
+
+
+def test_pages_without_a_row_are_not_read_ahead():
+    rows = np.arange(SEATS * P).reshape(SEATS, P)
+    rows[1, 2:] = NO_ROW
+    first_four = np.broadcast_to(np.arange(K), (SEATS, T, K))
+    check_read_ahead(first_four, [40, 20, 12], [], rows=rows)
 
 
 def test_two_seats_that_share_a_prefix_stage_it_each():
