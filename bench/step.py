@@ -343,8 +343,8 @@ def shared(seats: int = 32, context: int = 98_304, misses_of_seat: int = 64) -> 
             file=FILE,
             shapes={"B": seats, "P": context, "K": K, "N_G": config.device_slots, "N_H": config.host_rows}
             | {"layers": len(kinds), "record_bytes": 656, "misses": seats * misses_of_seat},
-            method="4 chained layers, in each a matrix product of 48 GFLOP before `require`, and one write-back; 16 steps "
-            "in one call, divided by layers",
+            method="4 chained layers, in each a matrix product of 48 GFLOP before `require`, and one write-back; "
+            "16 steps in one call, divided by layers",
             notes=notes,
         )
         del stepper

@@ -167,6 +167,17 @@ def test_every_code_and_what_lies_around_the_middles(implementation):
 
 
 @pytest.mark.parametrize("implementation", LIBRARY)
+def test_bf16_at_and_around_the_middles(implementation):
+    """Of the odd and of the even neighbour; with a carry into the exponent, and into infinity."""
+    kept = np.array([0x3F80, 0x3F81, 0xC07F, 0x7F7F, 0x0080, 0xBFFE], np.uint32)
+    bits = (kept[:, None] << 16) + np.array([0x0000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    given = step("bf16", "bf16", heads=(1, 1))
+    given.query = np.resize(bits.view(np.float32), given.query.shape)
+    given.record = np.resize(bits.view(np.float32), given.record.shape)
+    check(given, implementation)
+
+
+@pytest.mark.parametrize("implementation", LIBRARY)
 def test_scales_at_and_around_powers_of_two(implementation):
     """At 448 * 2^n the quotient is a power of two itself."""
     largest = np.float32(448) * np.float32(2.0) ** np.arange(-24, 24, dtype=np.float32)
