@@ -316,7 +316,7 @@ def step(context: int = 16384, misses: int = 40) -> None:
 
 def shared(seats: int = 32, context: int = 98_304, misses_of_seat: int = 64) -> None:
     """GLM's pattern, a layer: rows of shared layers recalled by each, or read ahead beside the maths since the list."""
-    kinds, times = ("full", "shared", "shared", "shared"), {}
+    kinds = ("full", "shared", "shared", "shared")
     ways = {
         "resident": {"offload": False},
         "recalled": {"offload": True},
@@ -330,15 +330,15 @@ def shared(seats: int = 32, context: int = 98_304, misses_of_seat: int = 64) -> 
         config = cache(seats, context, seats * 6144, kinds=kinds, **more)
         # Long enough that a row is out of the pool when it is selected again.
         stepper = Stepper(config, seats * misses_of_seat, is_full=True, with_maths=True, period=16 * STEPS)
-        times[way] = per_layer(stepper.time_us(), len(kinds))
+        measured = per_layer(stepper.time_us(), len(kinds))
         counts = jax.tree.map(lambda each: np.asarray(each)[1:].mean(), stepper.run(1))
         notes = f"rows of a shared layer: staged {counts.staged:.0f}, useful {counts.useful:.0f}, recalled "
         notes += f"{counts.recalled:.0f}; launches a step: {launches(stepper.compiled)}"
-        print(f"{way}: {times[way].median:.1f} us a layer; {notes}", flush=True)
+        print(f"{way}: {measured.median:.1f} us a layer; {notes}", flush=True)
         record(
             None,
             name=f"one full layer and three that share its list, beside maths, a layer: {way}",
-            value=times[way],
+            value=measured,
             unit="us",
             file=FILE,
             shapes={"B": seats, "P": context, "K": K, "N_G": config.device_slots, "N_H": config.host_rows}

@@ -122,6 +122,11 @@ class KeyFormat:
     def dtype(self) -> np.dtype:
         return jnp.dtype({"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.uint8}[self.name])
 
+    def encode_query(self, query: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`prepare_query`, the query in the type that the scorer reads: exact, as its values are of that type."""
+        query, weights = self.prepare_query(query, weights)
+        return query.astype(self.query_dtype), weights
+
     @property
     def query_dtype(self) -> np.dtype:
         """Of the index query as the scorer reads it."""
@@ -187,16 +192,25 @@ def encode_step(
     weights: jax.Array,
     implementation: str = "auto",
 ) -> Encoded:
-    """`RecordFormat.encode`, `KeyFormat.append` and `KeyFormat.prepare_query` of a step, on a GPU by one kernel.
+    """`RecordFormat.encode`, `KeyFormat.append` and `KeyFormat.encode_query` of a step; by the library, one kernel on a
+    GPU (but for the rotation of rotated keys, which is XLA's).
 
     index_key f32[M, width] goes to host rows i32[M], record is f32[M, record width], query f32[N, G, width] and weights
-    f32[N, G]. implementation: "auto" (the library where it serves), "ffi", "cuda" or "jnp"; all give the same bits, but
-    those of a NaN, and except that XLA's quotients on a GPU may differ by one rounding.
+    f32[N, G]. A negative row is dropped. One beyond the pool is refused by the library on a CPU, and dropped otherwise.
+
+    implementation: "auto" (the library where it serves), "ffi", "cuda" or "jnp". On a CPU all give the same bits, but
+    those of a NaN. On a GPU the library's quotients are rounded as on a CPU, while XLA's need not be: a code may be the
+    next one there, and a key's scale the next power of two. Prefill and layers without an index of their own store by
+    jnp; each row is stored once, and alike in a resident and in an offloaded run.
     """
+    if record.shape[-1] != records.width:
+        raise ValueError(
+            f"a record has {record.shape[-1]} values but its format has {records.latent} + {records.rope}; project to "
+            f"{records.width}, or state the model's widths in the RecordFormat"
+        )
     if not encodes_by_library(records, keys, implementation):
         pool = keys.append(index_keys, rows, index_key)
-        query, weights = keys.prepare_query(query, weights)
-        return Encoded(pool, records.encode(record), query.astype(keys.query_dtype), weights)
+        return Encoded(pool, records.encode(record), *keys.encode_query(query, weights))
     if keys.rotated:
         index_key, query = hadamard(index_key), hadamard(query)
     stored = jax.ShapeDtypeStruct((*record.shape[:-1], *records.shape), records.dtype)

@@ -1,4 +1,4 @@
-"""One ECHO layer, in the order of the paper: append, score, prefetch, select, require, attend, observe.
+"""One ECHO layer, in the order of the paper: encode, score, prefetch, select, require, attend, observe.
 
 Knows arrays of one layer and the order in which they are touched. Knows no model: what it is handed are a query, a
 record and index inputs, from anybody's projections. Knows no step: the tables were read once into a `StepView`, and the
@@ -89,7 +89,7 @@ def echo_layer(
         selection = select(config, view, score, selector, bound)
         scores = jnp.take_along_axis(score, jnp.maximum(selection.positions, 0), axis=-1)
     else:
-        new_records = config.records.encode(inputs.record)
+        new_records = config.records.encode(inputs.record.astype(jnp.float32))
         selection, scores = shared.selection, shared.scores
 
     if config.offload:
@@ -113,24 +113,24 @@ def encode(config: CacheConfig, state: LayerState, view: StepView, inputs: Layer
     """The new tokens in their stored forms, the index keys in their resident places, and the query for the scorer.
 
     All of it is there before scores are made: a record encoded after them would, on a GPU, stand between a selection
-    and `require`. And XLA cannot fuse the scores differently in the resident and in the offloaded program.
+    and `require`. The barrier also keeps XLA from fusing the scores differently in the resident and in the offloaded
+    program. Inputs of fewer bits are taken for the float32 numbers that they are.
     """
     index_key, query, weights = inputs.index_key, inputs.index_query, inputs.index_weights
     assert index_key is not None and query is not None and weights is not None and state.index_keys is not None
-    flat = (index_key.reshape(-1, config.keys.width), inputs.record.reshape(-1, config.records.width))
     encoded = encode_step(
-        *(config.records, config.keys, state.index_keys, view.new_rows.reshape(-1), *flat),
-        *(query, weights, config.encode_implementation),
+        config.records,
+        config.keys,
+        state.index_keys,
+        view.new_rows.reshape(-1),
+        index_key.reshape(-1, config.keys.width).astype(jnp.float32),
+        inputs.record.reshape(-1, inputs.record.shape[-1]).astype(jnp.float32),
+        query.astype(jnp.float32),
+        weights.astype(jnp.float32),
+        config.encode_implementation,
     )
     records = encoded.records.reshape(*inputs.record.shape[:2], *config.records.shape)
     return lax.optimization_barrier(encoded._replace(records=records))
-
-
-def append(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> LayerState:
-    """The new index keys alone go to their resident places."""
-    assert inputs.index_key is not None and state.index_keys is not None
-    keys = inputs.index_key.reshape(-1, config.keys.width)
-    return state.replace(index_keys=config.keys.append(state.index_keys, view.new_rows.reshape(-1), keys))
 
 
 def selection_bound(config: CacheConfig, state: LayerState) -> Bound | None:
@@ -190,17 +190,9 @@ def prefetch_way(config: CacheConfig, query: jax.Array, keys: jax.Array) -> str:
     return "fused" if config.seats * config.capacity >= LEAST_POSITIONS_TO_HIDE_BEHIND else "none"
 
 
-def score_positions(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> jax.Array:
-    """f32[B, T, P]: index scores of all positions, -inf where the query does not see. No key is appended."""
-    assert inputs.index_query is not None and inputs.index_weights is not None and state.index_keys is not None
-    query, weights = config.keys.prepare_query(inputs.index_query, inputs.index_weights)
-    query = query.astype(config.keys.query_dtype)  # exact, as its values are those of this type
-    query, weights = lax.optimization_barrier((query, weights))
-    return scores_of(config, view, query, weights, state.index_keys)
-
-
 def scores_of(config: CacheConfig, view: StepView, query: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
-    """`score_positions` of a query that is encoded already, [B, T, G, D_i] with weights f32[B, T, G]."""
+    """f32[B, T, P]: index scores of all positions, -inf where the query does not see. The query is encoded,
+    [B, T, G, D_i] with weights f32[B, T, G]; keys are a pool's pages."""
     operands, wanted = scorer_operands(config, view, query, weights, keys)
     return lax.optimization_barrier(indexer_scores(*operands, implementation=wanted))
 

@@ -87,10 +87,11 @@ def read_ahead(
     view: StepView,
     selected: jax.Array,
 ) -> Staging:
-    """Copies rows that will certainly be selected: a shared layer's set, selected i32[B, T, K], is known from the full
-    layer before it, so what this layer misses can cross the link while the layers between compute.
+    """Copies rows that will certainly be selected: a shared layer's set is known from the full layer before it, so what
+    this layer misses can cross the link while the layers between compute.
 
-    Only rows written before this step and not resident, each once; at most S of a seat, the lowest positions first.
+    selected i32[B, T, K] is ascending for each query, then NO_POSITION, as a `Selection` is. Only rows written before
+    this step and not resident, each once; at most S of a seat, the lowest positions first.
     """
     assert state.slots is not None
     seats, capacity = view.rows.shape
@@ -98,10 +99,11 @@ def read_ahead(
         return no_staging(config, seats)
     # By the list, not by position: K entries of a query where a context has a hundred thousand.
     listed = jnp.where(selected == NO_POSITION, capacity, selected).reshape(seats, -1)
-    if selected.shape[1] > 1:
-        listed = jnp.sort(listed, axis=1)  # each query's list is in order, and several may hold a position
-    is_repeated = jnp.pad(listed[:, 1:] == listed[:, :-1], ((0, 0), (1, 0)))
-    positions = jnp.where(is_repeated | (listed >= view.lengths[:, None]), NO_POSITION, listed)
+    if selected.shape[1] > 1:  # each query's list is in order, and several may hold a position
+        listed = jnp.sort(listed, axis=1)
+        is_repeated = jnp.pad(listed[:, 1:] == listed[:, :-1], ((0, 0), (1, 0)))
+        listed = jnp.where(is_repeated, capacity, listed)
+    positions = jnp.where(listed >= view.lengths[:, None], NO_POSITION, listed)
     rows = rows_at(view.rows, positions)
     is_absent = (rows != NO_ROW) & (pool.lookup(state.slots, rows) < 0)
     # Each to its place: of lists so short a scatter is one kernel, where the search of `_lowest` is a dozen.

@@ -10,13 +10,13 @@ import pytest
 from echo_jax import state as state_lib
 from echo_jax.decode import DecodeConfig, cache_config
 from echo_jax.engine import Generation, generate, resident
-from echo_jax.layer import LayerInputs, score_positions
+from echo_jax.layer import LayerInputs
 from echo_jax.models import dsa
 from echo_jax.models.config import DENSE, FULL, SHARED
 from echo_jax.prefill import prefill
 from echo_jax.sampling import Sampling
 from echo_jax.traces import OPTIONAL_FIELDS, open_trace
-from echo_jax.traces.record import Watch, page_bounds, query_cosines, record, trace_info
+from echo_jax.traces.record import Watch, page_bounds, query_cosines, record, score_positions, trace_info
 from echo_jax.traces.writing import Writer
 from tests import scenarios
 from tests.oracles.select import top_k

@@ -82,7 +82,7 @@ class PoolOptions:
         group="implementations",
     )
     encode: str = option(
-        "who makes what a step stores, in its stored form: the shared library, jnp, or the best there is",
+        "who brings a step's keys and records into their stored forms: the shared library, jnp, or the best there is",
         "auto",
         choices=hostmem.IMPLEMENTATIONS,
         group="implementations",

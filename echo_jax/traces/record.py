@@ -18,9 +18,10 @@ import numpy as np
 
 from echo_jax import indexer
 from echo_jax import state as state_lib
+from echo_jax.config import CacheConfig
 from echo_jax.decode import DecodeConfig
 from echo_jax.engine import check_requests, resident
-from echo_jax.layer import LayerInputs, append, echo_layer, page_numbers, score_positions
+from echo_jax.layer import LayerInputs, echo_layer, page_numbers, scores_of
 from echo_jax.models import dsa
 from echo_jax.models.config import FULL, SHARED
 from echo_jax.prefill import PrefillOutput, prefill
@@ -286,6 +287,21 @@ def _lookahead(layer: LayerState, weights, before: jax.Array | None, view: StepV
     inputs = _project(weights, before, view, config)
     older = view._replace(visible=jnp.where(view.visible > 0, view.lengths[:, None], 0))
     return score_positions(config.cache, layer, older, inputs)[:, 0]
+
+
+def append(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> LayerState:
+    """The new index keys go to their places, and nothing else is stored."""
+    assert inputs.index_key is not None and state.index_keys is not None
+    keys = inputs.index_key.reshape(-1, config.keys.width)
+    return state.replace(index_keys=config.keys.append(state.index_keys, view.new_rows.reshape(-1), keys))
+
+
+def score_positions(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> jax.Array:
+    """f32[B, T, P]: index scores of all positions, -inf where the query does not see. No key is appended."""
+    assert inputs.index_query is not None and inputs.index_weights is not None and state.index_keys is not None
+    asked = config.keys.encode_query(inputs.index_query, inputs.index_weights)
+    query, weights = jax.lax.optimization_barrier(asked)
+    return scores_of(config, view, query, weights, state.index_keys)
 
 
 def page_bounds(layer: LayerState, inputs: LayerInputs, view: StepView, config: DecodeConfig, page: int) -> jax.Array:

@@ -1,5 +1,5 @@
-// echo_encode on a GPU: one launch, a warp a job. What a layer stores of a step is a megabyte at most, so the launch is
-// what it costs; XLA makes six kernels of the same work, each waited for.
+// echo_encode on a GPU: one launch, a warp a job. What a layer stores of a step is a megabyte at 32 seats, so the launch
+// is what it costs; XLA makes six kernels of the same work, each waited for.
 #include <cstdint>
 
 #include "echo_ffi/encode.h"

@@ -20,7 +20,7 @@ ffi::Error Encode(ffi::AnyBuffer pages, ffi::Buffer<ffi::S32> rows, ffi::Buffer<
   EncodeViews views;
   ECHO_RETURN_IF_ERROR(ViewEncode(pages, rows, key, record, query, weights, latent, pages_after, stored, codes, scaled,
                                   &views));
-  for (int64_t i = 0; i < views.keys; ++i) {
+  for (int64_t i = 0; i < views.tokens; ++i) {
     if (views.rows[i] >= views.host_rows) {
       return Refuse(kEncode, ": rows[", i, "] is ", views.rows[i], " but index_keys holds ", views.host_rows,
                     " rows; a value below ", views.host_rows, " or a negative one (skip) is needed");

@@ -41,7 +41,7 @@ struct TwoBins {
 };
 
 struct Scratch {
-  uint32_t histogram[kBins];  // all zero between two searches
+  uint32_t histogram[kBins];  // all zero between two searches, unless who gathers keys counts them for the next
   unsigned long long warp_sums[kWarps];
   uint32_t bin;
   uint32_t rank;
@@ -141,7 +141,7 @@ struct ListedKeys {
   Scratch& scratch;
   const uint32_t* keys;
   uint32_t length;
-  bool are_counted = false;  // for the first range, by who listed them
+  bool are_counted = false;  // the first range's keys are in the histogram already: whoever gathered them counted them
 
   __device__ TwoBins Count(KeyRange range, uint32_t shift) {
     if (!are_counted) {

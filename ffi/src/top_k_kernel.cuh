@@ -100,7 +100,7 @@ struct KeysOfRow {
 
 // Lists the selected positions of one segment: those marked `above`, and the first of those marked as ties, of which
 // `ties` are selected in all. mark(start) sets the bits of the places start .. start + kWindow of the segment. What lies
-// before it is in shared.before when all threads have marked their first.
+// before it is in shared.before by the time all threads have marked their first window.
 template <typename Mark>
 __device__ void Emit(Shared& shared, uint32_t places, int32_t position_of_place_0, uint32_t ties, int32_t* positions,
                      Mark mark) {
@@ -187,7 +187,7 @@ __device__ inline Kth FindAmongListed(Shared& shared, const Theirs& theirs, uint
 // Where the sample has misled: the rank-th largest of the row's keys in `range`, the row read a few times more.
 template <typename Bits>
 __device__ Kth FindInRow(Shared& shared, const Row<Bits>& row, Segment segment, KeyRange range, uint32_t rank,
-                           uint32_t blocks) {
+                         uint32_t blocks) {
   const Kth kth = FindKth(shared.scratch, range, rank, KeysOfRow<Bits>{shared, row, segment, blocks});
   if (threadIdx.x == 0) shared.counts = {0, 0};
   __syncthreads();

@@ -47,7 +47,7 @@ struct Shared {
   Counts before;                 // in the segments before it
   uint32_t keys[kCapacity];      // the sample; then the listed keys of this segment
   uint32_t places[kCapacity];    // where in the segment they lie
-  uint32_t gathered[kCapacity];  // the listed keys of all segments, in order of segment
+  uint32_t gathered[kCapacity];  // the listed keys of all segments, in order of segment; read while bits are marked
   struct {
     alignas(16) uint32_t above[kWindowWords];
     alignas(16) uint32_t ties[kWindowWords];

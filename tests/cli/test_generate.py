@@ -44,7 +44,8 @@ def test_text_then_table_then_no_difference(echo_jax, arguments):
 
 def test_other_implementations_give_the_same_text(echo_jax, arguments):
     """jnp in the place of the library: nothing that is printed of the text or of what moved differs."""
-    by_jnp = ("--slot-manager", "jnp", "--top-k", "jnp", "--host-memory", "jnp", "--scores", "reference")
+    flags = ("--slot-manager", "--top-k", "--encode", "--host-memory")
+    by_jnp = (*(word for flag in flags for word in (flag, "jnp")), "--scores", "reference")
     ours, other = (echo_jax(*arguments, *more, "--json") for more in ((), by_jnp))
     assert ours.status == other.status == 0, other.err
     assert ours.rows("text")[0]["text"] == other.rows("text")[0]["text"]

@@ -15,8 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_jax import _ffi
+from echo_jax import _ffi, layer
+from echo_jax.config import CacheConfig
+from echo_jax.eviction import Lru
 from echo_jax.formats import Encoded, KeyFormat, RecordFormat, encode_step
+from echo_jax.layer import LayerInputs
+from echo_jax.recall import StepView
+from echo_jax.threshold import Never
+from echo_jax.types import LayerState
 from tests.oracles import formats as oracle
 from tests.oracles.words import NO_ROW, PAGE
 
@@ -224,6 +230,23 @@ def test_any_values_are_stored_as_jnp_stores_them(values):
         np.testing.assert_array_equal(raw(a), raw(b), err_msg=name)
 
 
+@pytest.mark.parametrize("keys", ["f32", "bf16"])
+def test_weights_without_a_scale_are_handed_on_as_they_are(keys):
+    """Subnormal ones too, which a multiplication takes for zeros."""
+    given = step(keys, "f32", heads=(1, 2))
+    given.weights = np.array([[1e-39, -1e-40]], np.float32)
+    for implementation in ("ffi", "jnp"):
+        np.testing.assert_array_equal(raw(given.encoded(implementation).weights), raw(given.weights), implementation)
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "jnp"])
+def test_a_record_of_another_width_is_refused(implementation):
+    given = step("fp8", "fp8")
+    given.record = given.record[:, :132]
+    with pytest.raises(ValueError, match=r"a record has 132 values but its format has 256 \+ 12; project to 268"):
+        given.encoded(implementation)
+
+
 def test_a_rotated_key_and_query(keys="fp8"):
     """Rotated by XLA before either form sees them."""
     given = step(keys, "bf16", rotated=True)
@@ -252,6 +275,39 @@ def test_a_row_outside_is_skipped_on_a_gpu(outside):
     got = given.encoded("cuda")
     given.rows = np.array([3, NO_ROW, 4], np.int32)
     np.testing.assert_array_equal(raw(got.index_keys), expected_pages(given))
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "jnp"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_a_layers_inputs_of_fewer_bits_are_the_float32_numbers_that_they_are(dtype, implementation):
+    """As a model computed in bf16 hands them over."""
+    given = step("fp8", "fp8", rows=(0, 64), heads=(2, 1, 5), rope=8)
+    config = CacheConfig(
+        layer_kinds=("full",),
+        records=given.records,
+        keys=given.keys,
+        threshold=Never(),
+        eviction=Lru(),
+        seats=2,
+        capacity=64,
+        host_rows=PAGES * PAGE,
+        device_slots=10,
+        top_k=4,
+        encode_implementation=implementation,
+    )
+    arrays = (given.record[:, None], given.query, given.weights, given.index_key[:, None])
+    record, query, weights, key = (jnp.asarray(array % np.float32(100)).astype(dtype) for array in arrays)
+    inputs = LayerInputs(jnp.zeros((2, 1, 1, 1)), record, query, weights, key)
+    pages = jnp.asarray(given.index_keys)
+    state = LayerState(slots=None, records=jnp.zeros((1,)), index_keys=pages, threshold=())
+    nothing = jnp.zeros((2, 1), jnp.int32)
+    view = StepView(nothing, nothing[:, 0], nothing, jnp.asarray(given.rows)[:, None], nothing, jnp.int32(1))
+    got = layer.encode(config, state, view, inputs)
+    wider = LayerInputs(*(array.astype(jnp.float32) for array in (inputs.query, record, query, weights, key)))
+    expected = layer.encode(config, state, view, wider)
+    for name, a, b in zip(Encoded._fields, got, expected, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(raw(a), raw(b), err_msg=name)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------
@@ -292,9 +348,11 @@ def shape(*dimensions, dtype=jnp.float32):
         ({"rows": shape(5, dtype=jnp.int32)}, "index_key has 3072 bytes but 5 rows of 512 bytes need 2560"),
         ({"query": shape(3, 5, 64)}, "the last axis of index_key has length 128 but that of query has length 64"),
         ({"weights": shape(3, 4)}, "query has 7680 bytes but 12 weights of 512 bytes need 6144"),
-        ({"record": shape(6, 266)}, "keys of 128 values, and records of 256 and 10, are not all multiples of 4"),
-        ({"latent": 192}, "or the record is FP8 and its latent part none of 128; use the implementation 'jnp'"),
-        ({"stored": shape(5, 72, dtype=jnp.uint32)}, "stored has 1440 bytes but 6 records of 288 bytes need 1728"),
+        ({"record": shape(6, 266)}, "keys of 128 values, and records of 256 + 10, are not all multiples of 4"),
+        ({"record": shape(5, 268)}, "record has 5360 bytes but 6 rows of 1072 bytes need 6432"),
+        ({"latent": 272}, "latent is 272 but a record has 268 values"),
+        ({"latent": 192}, "latent is 192 but FP8 records need a multiple of 128; use records of another form"),
+        ({"stored": shape(5, 72, dtype=jnp.uint32)}, "stored has 1440 bytes but 6 rows of 288 bytes need 1728"),
         ({"stored": shape(6, 72, dtype=jnp.int32)}, "stored has element type S32 but U32 (FP8), BF16 or F32 is needed"),
         ({"codes": jnp.bfloat16}, "index_keys has element type U8 but codes has BF16; a query is stored as keys are"),
         (

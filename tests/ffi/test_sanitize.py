@@ -41,13 +41,18 @@ MARK, PREFETCH, CLEAR = (
         ([("Write", "ahead.py", CLEAR), ("Read", "ahead.py", PREFETCH)], 0),
         ([("Read", "ahead.py", PREFETCH), ("Write", "ahead.py", MARK), ("Write", "above.py", MARK)], 0),
         ([("Write", "mosaic_gpu.py", MARK), ("Read", "ahead.py", PREFETCH)], 0),
+        ([("Write", "ahead.py", MARK), ("Read", None, None)], 0),
+        ([("Read", None, None), ("Write", None, None)], 0),
+        ([("Read", "ahead.py", PREFETCH)], 0),
     ],
 )
 def test_a_mailboxes_own_accesses_are_no_finding(accesses, meant):
     """Only where the verdicts are stored and looked for; a log has other hazards before and behind."""
     other = "========= Error: Race reported between Write access at f+0x10 in a.py:1\n=========     and Read access at "
     other += "f+0x20 in a.py:2 [4 hazards]\n========= \n"
-    lines = [f"{kind} access at kernel+0x1080 in {file}:{line}" for kind, file, line in accesses]
+    lines = [
+        f"{kind} access" + (f" at kernel+0x1080 in {file}:{line}" if file else "") for kind, file, line in accesses
+    ]
     first, *others = lines
     hazard = f"========= Error: Race reported between {first}\n"
     hazard += "".join(f"=========     and {line} [256 hazards]\n" for line in others) + "========= \n"

@@ -23,9 +23,8 @@ struct EncodeViews {
   int64_t host_rows = 0;
   const int32_t* rows = nullptr;
   const float* key = nullptr;
-  int64_t keys = 0;  // M
+  int64_t tokens = 0;  // M
   const float* record = nullptr;
-  int64_t records = 0;  // M, or what another caller has
   int64_t latent = 0, rope = 0;
   std::byte* stored = nullptr;
   const float* query = nullptr;
@@ -42,7 +41,7 @@ struct EncodeViews {
   ECHO_HOST_DEVICE int64_t parts() const {
     return records_form == Form::kFp8 ? blocks() + 1 : (latent + rope + kBlock - 1) / kBlock;
   }
-  ECHO_HOST_DEVICE int64_t jobs() const { return heads + keys + records * parts(); }
+  ECHO_HOST_DEVICE int64_t jobs() const { return heads + tokens * (1 + parts()); }
 };
 
 // ---- the work ----------------------------------------------------------------------------------------------------------
@@ -114,12 +113,14 @@ ECHO_HOST_DEVICE void DoJob(const Team& team, const EncodeViews& views, int64_t 
   if (job < views.heads) {
     const float scale = StoreKey(team, views, views.query + job * views.width,
                                  views.codes + job * StoredBytes(views.keys_form, views.width));
-    if (team.lane == 0) views.scaled[job] = views.weights[job] * scale;
+    // Not times 1, which would make a zero of a subnormal number where the processor is told to.
+    const float weight = views.weights[job];
+    if (team.lane == 0) views.scaled[job] = views.keys_form == Form::kFp8 ? weight * scale : weight;
     return;
   }
   job -= views.heads;
-  if (job < views.keys) return AppendKey(team, views, job);
-  job -= views.keys;
+  if (job < views.tokens) return AppendKey(team, views, job);
+  job -= views.tokens;
   StoreRecordPart(team, views, job / views.parts(), job % views.parts());
 }
 
@@ -167,23 +168,28 @@ inline ffi::Error ViewEncode(ffi::AnyBuffer pages, ffi::Buffer<ffi::S32> rows, f
   views->width = Last(key.dimensions());
   views->latent = latent;
   views->rope = Last(record.dimensions()) - latent;
-  if (views->width % kFour != 0 || latent % kFour != 0 || views->rope % kFour != 0 || latent < 0 || views->rope < 0 ||
-      (views->records_form == Form::kFp8 && latent % kBlock != 0)) {
-    return Refuse(kEncode, ": keys of ", views->width, " values, and records of ", latent, " and ", views->rope,
-                  ", are not all multiples of ", kFour, ", or the record is FP8 and its latent part none of ", kBlock,
-                  "; use the implementation 'jnp'");
+  if (latent < 0 || views->rope < 0) {
+    return Refuse(kEncode, ": latent is ", latent, " but a record has ", Last(record.dimensions()), " values");
   }
-  views->keys = rows.element_count();
+  if (views->width % kFour != 0 || latent % kFour != 0 || views->rope % kFour != 0) {
+    return Refuse(kEncode, ": keys of ", views->width, " values, and records of ", latent, " + ", views->rope,
+                  ", are not all multiples of ", kFour, "; use the implementation 'jnp'");
+  }
+  if (views->records_form == Form::kFp8 && latent % kBlock != 0) {
+    return Refuse(kEncode, ": latent is ", latent, " but FP8 records need a multiple of ", kBlock,
+                  "; use records of another form");
+  }
+  views->tokens = rows.element_count();
   views->heads = weights.element_count();
-  const int64_t value = static_cast<int64_t>(sizeof(float)), record_width = latent + views->rope;
-  views->records = record_width == 0 ? 0 : record.element_count() / record_width;
+  const int64_t value = static_cast<int64_t>(sizeof(float));
   ECHO_RETURN_IF_ERROR(
       SameLength(kEncode, "the last axis of index_key", views->width, "that of query", Last(query.dimensions())));
-  ECHO_RETURN_IF_ERROR(HasBytes("index_key", key, views->keys, views->width * value, "rows"));
+  ECHO_RETURN_IF_ERROR(HasBytes("index_key", key, views->tokens, views->width * value, "rows"));
+  ECHO_RETURN_IF_ERROR(HasBytes("record", record, views->tokens, (latent + views->rope) * value, "rows"));
   ECHO_RETURN_IF_ERROR(HasBytes("query", query, views->heads, views->width * value, "weights"));
   ECHO_RETURN_IF_ERROR(HasBytes("codes", *codes, views->heads, StoredBytes(views->keys_form, views->width), "weights"));
   ECHO_RETURN_IF_ERROR(HasBytes("scaled", *scaled, views->heads, value, "weights"));
-  ECHO_RETURN_IF_ERROR(HasBytes("stored", *stored, views->records, views->record_bytes(), "records"));
+  ECHO_RETURN_IF_ERROR(HasBytes("stored", *stored, views->tokens, views->record_bytes(), "rows"));
   const int64_t key_bytes = StoredBytes(views->keys_form, views->width) + (views->keys_form == Form::kFp8 ? 4 : 0);
   const auto shape = pages.dimensions();
   const int64_t count = shape.size() == 0 ? 0 : shape[0];
