@@ -1,6 +1,6 @@
 """The attention part of one layer on an H200, end to end: scores, select, require, attend; offloaded and resident.
 
-    python -m bench.attention_layer [layer] [light] [timeline]      (none: all three; about 60 s)
+    python -m bench.attention_layer [layer] [light] [timeline]      (none: all three; about 80 s)
 
 layer      B 32 x 98,304 at a hit rate of 0.97: E.layer_us, E.layer_resident_us
 light      B 1 x 98,304 in a pool that holds two thirds of the context: D.light_load_us; its first 16 steps apart

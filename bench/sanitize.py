@@ -169,8 +169,6 @@ TARGETS = {
 TESTS = tuple(test for target in TARGETS.values() for part in target.parts for test in target.tests("memcheck", part))
 
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
-
-
 ACCESS = re.compile(r"(Write|Read) access(?: at \S+ in (\S+):(\d+))?")
 
 

@@ -317,14 +317,12 @@ def step(context: int = 16384, misses: int = 40) -> None:
 def shared(seats: int = 32, context: int = 98_304, misses_of_seat: int = 64) -> None:
     """GLM's pattern, a layer: rows of shared layers recalled by each, or read ahead beside the maths since the list."""
     kinds = ("full", "shared", "shared", "shared")
+    ahead = {"offload": True, "read_ahead": True, "staging": 2 * misses_of_seat}
     ways = {
         "resident": {"offload": False},
         "recalled": {"offload": True},
-        "read ahead": {"offload": True, "read_ahead": True, "staging": 2 * misses_of_seat},
-        "read ahead, second stream": {
-            **{"offload": True, "read_ahead": True, "staging": 2 * misses_of_seat},
-            "prefetch_implementation": "second_stream",
-        },
+        "read ahead": ahead,
+        "read ahead, second stream": ahead | {"prefetch_implementation": "second_stream"},
     }
     for way, more in ways.items():
         config = cache(seats, context, seats * 6144, kinds=kinds, **more)

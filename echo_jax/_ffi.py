@@ -74,9 +74,9 @@ def why_unavailable(platform: str | None = None) -> str | None:
     return _register(*_PLATFORMS[platform])
 
 
-def serves(what: str, implementation: str, platform: str | None = None) -> bool:
+def serves(what: str, implementation: str, platform: str | None = None, unfit: str | None = None) -> bool:
     """Whether `implementation` of `what` (words for the error) means the library on `platform` (default: the default
-    backend).
+    backend). `unfit`: why the library cannot do what is asked of it here, with the remedy, if so.
 
     "auto" is the library where it can be called, "jnp" never. "ffi" is the library or RuntimeError with the reason and
     the remedy; "cuda" the same, and the platform must be a CUDA device. ValueError for another word.
@@ -92,6 +92,7 @@ def serves(what: str, implementation: str, platform: str | None = None) -> bool:
             f"it needs a CUDA device but runs on {platform!r}; start with JAX_PLATFORMS=cuda,cpu on a machine with an "
             "NVIDIA GPU, or use 'ffi', which is the library on any platform it serves"
         )
+    reason = unfit if reason is None else reason
     if reason is not None and implementation != "auto":
         raise RuntimeError(f"{what} {implementation!r} is not available: {reason}")
     return reason is None

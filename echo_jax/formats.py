@@ -220,17 +220,13 @@ def encode_step(
 
 def encodes_by_library(records: RecordFormat, keys: KeyFormat, implementation: str = "auto") -> bool:
     """Whether `encode_step` takes the library; RuntimeError where it is asked for by name and cannot serve."""
-    if not _ffi.serves("encode implementation", implementation):
-        return False
-    widths = (keys.width, records.latent, records.rope)
-    if all(width % 4 == 0 for width in widths):
-        return True
-    if implementation == "auto":
-        return False
-    raise RuntimeError(
-        f"encode implementation {implementation!r} is not available: index keys of {keys.width} values and records of "
-        f"{records.latent} + {records.rope} must all be multiples of 4; use 'jnp'"
-    )
+    unfit = None
+    if any(width % 4 for width in (keys.width, records.latent, records.rope)):
+        unfit = (
+            f"index keys of {keys.width} values and records of {records.latent} + {records.rope} must all be multiples "
+            "of 4; use 'jnp'"
+        )
+    return _ffi.serves("encode implementation", implementation, unfit=unfit)
 
 
 def quantise_key(values: jax.Array) -> tuple[jax.Array, jax.Array]:

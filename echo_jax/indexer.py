@@ -77,16 +77,10 @@ def select(
 
 def uses_library(top_k: int, implementation: str = "auto") -> bool:
     """Whether `select` of so many takes the library; RuntimeError where it is asked for by name and cannot serve."""
-    if not _ffi.serves("top-k implementation", implementation):
-        return False
-    if top_k <= _ffi.GPU_MAX_TOP_K or jax.default_backend() == "cpu":
-        return True
-    if implementation == "auto":
-        return False
-    raise RuntimeError(
-        f"top-k implementation {implementation!r} is not available: top_k is {top_k} but a GPU selects at most "
-        f"{_ffi.GPU_MAX_TOP_K} by the library; use 'jnp'"
-    )
+    unfit = None
+    if top_k > _ffi.GPU_MAX_TOP_K and jax.default_backend() != "cpu":
+        unfit = f"top_k is {top_k} but a GPU selects at most {_ffi.GPU_MAX_TOP_K} by the library; use 'jnp'"
+    return _ffi.serves("top-k implementation", implementation, unfit=unfit)
 
 
 def _select_with_jnp(score: jax.Array, visible: jax.Array, top_k: int) -> Selection:

@@ -58,7 +58,7 @@ def prefetch(
         return no_staging(config, view.rows.shape[0])
     is_absent = _is_absent(state.slots, view)
     found, refused = prefetch_candidates(score, threshold, is_absent, prefetch_cap(config, view), config.staging)
-    return _stage(config, host_pool, layer, view, found, refused)
+    return _stage(config, host_pool, layer, rows_at(view.rows, found), refused)
 
 
 def prefetch_cap(config: CacheConfig, view: StepView) -> jax.Array:
@@ -109,10 +109,10 @@ def read_ahead(
     # Each to its place: of lists so short a scatter is one kernel, where the search of `_lowest` is a dozen.
     running = jnp.cumsum(is_absent, axis=1, dtype=jnp.int32)
     place = jnp.where(is_absent, running - 1, config.staging)  # one past the end: dropped
-    found = jnp.full((seats, config.staging), NO_POSITION, jnp.int32)
-    found = found.at[jnp.arange(seats, dtype=jnp.int32)[:, None], place].set(positions, mode="drop")
+    staged = jnp.full((seats, config.staging), NO_ROW, jnp.int32)
+    staged = staged.at[jnp.arange(seats, dtype=jnp.int32)[:, None], place].set(rows, mode="drop")
     refused = jnp.maximum(running[:, -1] - config.staging, 0)
-    return _stage(config, host_pool, layer, view, found, refused)
+    return _stage(config, host_pool, layer, staged, refused)
 
 
 def _is_absent(maps: SlotMaps, view: StepView) -> jax.Array:
@@ -134,8 +134,7 @@ def _lowest(mask: jax.Array, cap: jax.Array, staging: int) -> tuple[jax.Array, j
     return jnp.where(ranks[None] < taken[:, None], found, NO_POSITION), total - taken
 
 
-def _stage(config: CacheConfig, host_pool, layer, view: StepView, found: jax.Array, refused: jax.Array) -> Staging:
-    rows = rows_at(view.rows, found)
+def _stage(config: CacheConfig, host_pool, layer, rows: jax.Array, refused: jax.Array) -> Staging:
     read: Any = hostmem.read_rows
     if config.prefetch_implementation == "second_stream":
         # Given no jitted function, for whose calls XLA finds no stream. A CPU has none, and computes in turn.

@@ -231,6 +231,28 @@ def test_key_sizes_of_the_real_models(name, key_bytes):
     assert int(np.prod(form.page_shape)) * np.dtype(form.dtype).itemsize == PAGE * key_bytes
 
 
+def stored_key(form, values):
+    """Bytes u8[...] of one key or one head of a query, and its scale, 1 where the form has none."""
+    if form.name == "fp8":
+        return oracle.quantise(values)
+    values = values if form.name == "f32" else oracle.to_bf16(values)
+    return values.view(np.uint8), np.float32(1)
+
+
+def with_keys(form, pages, rows, keys):
+    """u8[pages, bytes] of pages u8[pages, bytes] in which the keys stand at their rows, but for those without one."""
+    pages = pages.copy()
+    for row, key in zip(rows, keys, strict=True):
+        if row == NO_ROW:
+            continue
+        (page, place), (stored, scale) = divmod(int(row), PAGE), stored_key(form, key)
+        pages[page, place * stored.size : (place + 1) * stored.size] = stored
+        if form.name == "fp8":
+            at = PAGE * form.width + 4 * place
+            pages[page, at : at + 4] = np.array([scale], "<f4").view(np.uint8)
+    return pages
+
+
 @pytest.mark.parametrize("name", ["f32", "bf16", "fp8"])
 def test_appended_keys_are_where_they_belong_and_nothing_else_changes(name):
     """Rows in any order, at both ends of pages, and NO_ROW, which must not reach the last row."""
@@ -238,21 +260,8 @@ def test_appended_keys_are_where_they_belong_and_nothing_else_changes(name):
     rows = [0, 191, 63, NO_ROW, 64, 127, 70, NO_ROW]
     keys = wild((len(rows), WIDTH), 3)
     before, after = stored_keys(form, rows, keys)
-    expected = before.copy()
-    for row, key in zip(rows, keys, strict=True):
-        if row == NO_ROW:
-            continue
-        page, offset = divmod(row, PAGE)
-        if name == "f32":
-            expected[page, offset] = key
-        elif name == "bf16":
-            expected[page].view(np.uint16)[offset] = oracle.to_bf16(key)
-        else:
-            codes, scale = oracle.quantise(key)
-            expected[page, offset * WIDTH : (offset + 1) * WIDTH] = codes
-            at = PAGE * WIDTH + 4 * offset
-            expected[page, at : at + 4] = np.array([scale], "<f4").view(np.uint8)
-    np.testing.assert_array_equal(after.view(np.uint8), expected.view(np.uint8))
+    before, after = (pages.reshape(PAGES, -1).view(np.uint8) for pages in (before, after))
+    np.testing.assert_array_equal(after, with_keys(form, before, rows, keys))
 
 
 def test_a_page_written_key_by_key_is_the_oracles_page_and_read_as_it():

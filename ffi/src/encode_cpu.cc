@@ -1,7 +1,9 @@
 // echo_encode on a CPU: one thread, a job after the other.
+#include <cstddef>
 #include <cstdint>
 
 #include "echo_ffi/encode.h"
+#include "on_cpu.h"
 
 namespace echo_ffi {
 namespace {
@@ -20,12 +22,8 @@ ffi::Error Encode(ffi::AnyBuffer pages, ffi::Buffer<ffi::S32> rows, ffi::Buffer<
   EncodeViews views;
   ECHO_RETURN_IF_ERROR(ViewEncode(pages, rows, key, record, query, weights, latent, pages_after, stored, codes, scaled,
                                   &views));
-  for (int64_t i = 0; i < views.tokens; ++i) {
-    if (views.rows[i] >= views.host_rows) {
-      return Refuse(kEncode, ": rows[", i, "] is ", views.rows[i], " but index_keys holds ", views.host_rows,
-                    " rows; a value below ", views.host_rows, " or a negative one (skip) is needed");
-    }
-  }
+  const ffi::Span<const int32_t> listed(views.rows, static_cast<size_t>(views.tokens));
+  ECHO_RETURN_IF_ERROR(CheckRange(kEncode, "rows", listed, "index_keys", views.host_rows));
   for (int64_t job = 0; job < views.jobs(); ++job) DoJob(OneThread{}, views, job);
   return ffi::Error::Success();
 }

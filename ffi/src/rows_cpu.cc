@@ -23,25 +23,6 @@ ffi::Error ReadLayer(const char* target, Numbers layer, int64_t layers, int64_t*
   return ffi::Error::Success();
 }
 
-namespace {
-
-ffi::Error OutOfRange(const char* target, const char* name, size_t index, int32_t value, const char* of,
-                      int64_t limit) {
-  return Refuse(target, ": ", name, "[", index, "] is ", value, " but ", of, " holds ", limit,
-                " rows; a value below ", limit, " or a negative one (skip) is needed");
-}
-
-// Every entry is negative (skip) or below `limit`.
-ffi::Error CheckRange(const char* target, const char* name, ffi::Span<const int32_t> list, const char* of,
-                      int64_t limit) {
-  for (size_t m = 0; m < list.size(); ++m) {
-    if (list[m] >= limit) return OutOfRange(target, name, m, list[m], of, limit);
-  }
-  return ffi::Error::Success();
-}
-
-}  // namespace
-
 ffi::Error RecallOnCpu(const char* target, const RecallViews& views, int64_t layer, int64_t count) {
   const auto& [records, fresh, staged, pool, host_rows_data, slots_data, source_data, length] = views;
   if (count > length) {

@@ -15,16 +15,6 @@
 namespace echo_ffi {
 namespace {
 
-ffi::Error CheckRows(const char* target, const char* name, const int32_t* list, int64_t length, int64_t host_rows) {
-  for (int64_t i = 0; i < length; ++i) {
-    if (list[i] >= host_rows) {
-      return Refuse(target, ": ", name, "[", i, "] is ", list[i], " but slot_of holds ", host_rows,
-                    " rows; a value below ", host_rows, " or a negative one (skip) is needed");
-    }
-  }
-  return ffi::Error::Success();
-}
-
 // ---- who goes ----------------------------------------------------------------------------------------------------------
 
 // What is known of the priorities before any slot is chosen.
@@ -118,8 +108,10 @@ ffi::Error AllocateOnCpu(const char* target, const AllocateViews& list) {
   const Maps& maps = list.maps;
   const int32_t* rows = list.rows;
   const int32_t length = static_cast<int32_t>(list.length);
-  ECHO_RETURN_IF_ERROR(CheckRows(target, "rows", rows, length, maps.host_rows));
-  ECHO_RETURN_IF_ERROR(CheckRows(target, "staged", list.staged, list.staged_length, maps.host_rows));
+  const ffi::Span<const int32_t> listed(rows, static_cast<size_t>(length));
+  const ffi::Span<const int32_t> staged(list.staged, static_cast<size_t>(list.staged_length));
+  ECHO_RETURN_IF_ERROR(CheckRange(target, "rows", listed, "slot_of", maps.host_rows));
+  ECHO_RETURN_IF_ERROR(CheckRange(target, "staged", staged, "slot_of", maps.host_rows));
 
   // Who is here. A missing row's first mention leaves its marker in slot_of, below NO_SLOT: it is the place where the
   // other mentions and the staged rows find it.

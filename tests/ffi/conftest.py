@@ -6,6 +6,7 @@ The same tests run on a GPU: JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu test
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -75,3 +76,20 @@ def _needs_library(platform: str, compilers: tuple[str, ...]) -> None:
     if any(shutil.which(compiler) for compiler in compilers):
         pytest.fail(f"there is a compiler, but no library: {reason}")
     pytest.skip(reason)
+
+
+def check_choices(calls_library: Callable[[str], bool]) -> None:
+    """Of an operation that the library and jnp both have, in a process without a GPU: `calls_library(implementation)`
+    says whether its trace holds a call of the library."""
+    assert calls_library("auto") and calls_library("ffi") and not calls_library("jnp")
+    with pytest.raises(ValueError, match="'rdma' but must be one of auto, ffi, cuda, jnp"):
+        calls_library("rdma")
+    with pytest.raises(RuntimeError, match="'cuda' is not available: it needs a CUDA device but runs on 'cpu'"):
+        calls_library("cuda")
+
+
+def check_choices_without_the_library(calls_library: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHO_JAX_FFI", "0")
+    assert not calls_library("auto")
+    with pytest.raises(RuntimeError, match="'ffi' is not available: switched off by ECHO_JAX_FFI=0"):
+        calls_library("ffi")

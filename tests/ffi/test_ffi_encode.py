@@ -23,13 +23,14 @@ from echo_jax.layer import LayerInputs
 from echo_jax.recall import StepView
 from echo_jax.threshold import Never
 from echo_jax.types import LayerState
+from tests.ffi.conftest import check_choices, check_choices_without_the_library
 from tests.oracles import formats as oracle
 from tests.oracles.words import NO_ROW, PAGE
+from tests.test_formats import INF, NAN, expected_record, stored_key, wild, with_keys
 
 pytestmark = pytest.mark.usefixtures("library")
 
 PAGES = 3
-NAN, INF = np.float32("nan"), np.float32("inf")
 encode = jax.jit(encode_step, static_argnums=(0, 1, 8))
 
 
@@ -49,14 +50,6 @@ class Step:
     def encoded(self, implementation: str) -> Encoded:
         arrays = (self.index_keys, self.rows, self.index_key, self.record, self.query, self.weights)
         return encode(self.records, self.keys, *map(jnp.asarray, arrays), implementation)
-
-
-def wild(shape, seed):
-    """Values of every magnitude, zeros of both signs among them; no subnormal numbers, which XLA takes for zeros."""
-    random = np.random.default_rng(seed)
-    values = random.normal(size=shape) * 10.0 ** random.uniform(-6, 5, shape)
-    odd = random.choice(np.array([0.0, -0.0, 448.0, -1e-4]), shape)
-    return np.where(random.random(shape) < 0.05, odd, values).astype(np.float32)
 
 
 def step(
@@ -79,34 +72,9 @@ def raw(array) -> np.ndarray:
     return np.frombuffer(array.tobytes(), np.uint8).reshape(array.shape[0], array[:1].nbytes)
 
 
-def stored_key(keys: KeyFormat, values: np.ndarray) -> tuple[np.ndarray, np.float32]:
-    """Bytes u8[...] of one key or head and its scale; 1 without one."""
-    if keys.name == "fp8":
-        return oracle.quantise(values)
-    values = values if keys.name == "f32" else oracle.to_bf16(values)
-    return values.view(np.uint8), np.float32(1)
-
-
-def stored_record(records: RecordFormat, values: np.ndarray) -> np.ndarray:
-    """u8[bytes] of one record."""
-    if records.name == "fp8":
-        return oracle.fp8_record(values, records.latent).view(np.uint8).reshape(-1)
-    of = oracle.f32_record if records.name == "f32" else oracle.bf16_record
-    return of(values).view(np.uint8).reshape(-1)
-
-
 def expected_pages(given: Step) -> np.ndarray:
     """u8[PAGES, bytes] the pages with the keys in them."""
-    pages, width = raw(given.index_keys).copy(), given.keys.width
-    for row, key in zip(given.rows, given.index_key, strict=True):
-        if row == NO_ROW:
-            continue
-        (page, place), (stored, scale) = divmod(int(row), PAGE), stored_key(given.keys, key)
-        pages[page, place * stored.size : (place + 1) * stored.size] = stored
-        if given.keys.name == "fp8":
-            at = PAGE * width + 4 * place
-            pages[page, at : at + 4] = np.array([scale], "<f4").view(np.uint8)
-    return pages
+    return with_keys(given.keys, raw(given.index_keys), given.rows, given.index_key)
 
 
 def check(given: Step, implementation: str):
@@ -115,7 +83,7 @@ def check(given: Step, implementation: str):
     assert got.records.shape == (*given.record.shape[:-1], *given.records.shape)
     assert got.records.dtype == given.records.dtype
     np.testing.assert_array_equal(
-        raw(got.records), np.stack([stored_record(given.records, record) for record in given.record])
+        raw(got.records), raw(np.stack([expected_record(given.records, record) for record in given.record]))
     )
     assert got.query.dtype == given.keys.query_dtype and got.query.shape == given.query.shape
     heads = [stored_key(given.keys, head) for head in given.query.reshape(-1, given.keys.width)]
@@ -379,11 +347,7 @@ def calls_library(implementation, **widths):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a process without a GPU is told")
 def test_choices():
-    assert calls_library("auto") and calls_library("ffi") and not calls_library("jnp")
-    with pytest.raises(ValueError, match="'rdma' but must be one of auto, ffi, cuda, jnp"):
-        calls_library("rdma")
-    with pytest.raises(RuntimeError, match="'cuda' is not available: it needs a CUDA device but runs on 'cpu'"):
-        calls_library("cuda")
+    check_choices(calls_library)
 
 
 @pytest.mark.parametrize("widths", [{"width": 6}, {"latent": 254}, {"rope": 2}], ids=str)
@@ -394,7 +358,4 @@ def test_widths_that_the_library_does_not_take(widths):
 
 
 def test_without_the_library(monkeypatch):
-    monkeypatch.setenv("ECHO_JAX_FFI", "0")
-    assert not calls_library("auto")
-    with pytest.raises(RuntimeError, match="'ffi' is not available: switched off by ECHO_JAX_FFI=0"):
-        calls_library("ffi")
+    check_choices_without_the_library(calls_library, monkeypatch)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from echo_jax import _ffi, indexer
 from tests import selections
+from tests.ffi.conftest import check_choices, check_choices_without_the_library
 from tests.oracles.select import padded, top_k
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -328,18 +329,11 @@ def calls_library(implementation):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a process without a GPU is told")
 def test_choices():
-    assert calls_library("auto") and calls_library("ffi") and not calls_library("jnp")
-    with pytest.raises(ValueError, match="'rdma' but must be one of auto, ffi, cuda, jnp"):
-        calls_library("rdma")
-    with pytest.raises(RuntimeError, match="'cuda' is not available: it needs a CUDA device but runs on 'cpu'"):
-        calls_library("cuda")
+    check_choices(calls_library)
 
 
 def test_without_the_library(monkeypatch):
-    monkeypatch.setenv("ECHO_JAX_FFI", "0")
-    assert not calls_library("auto")
-    with pytest.raises(RuntimeError, match="'ffi' is not available: switched off by ECHO_JAX_FFI=0"):
-        calls_library("ffi")
+    check_choices_without_the_library(calls_library, monkeypatch)
 
 
 def test_not_built(monkeypatch):

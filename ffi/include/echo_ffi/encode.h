@@ -33,6 +33,11 @@ struct EncodeViews {
   std::byte* codes = nullptr;
   float* scaled = nullptr;
 
+  // Of a key, or a head of the query; a page holds keys, then a scale for each where they are FP8.
+  ECHO_HOST_DEVICE int64_t key_bytes() const { return StoredBytes(keys_form, width); }
+  ECHO_HOST_DEVICE int64_t page_bytes() const {
+    return kKeysPerPage * (key_bytes() + (keys_form == Form::kFp8 ? 4 : 0));
+  }
   ECHO_HOST_DEVICE int64_t blocks() const { return latent / kBlock; }
   ECHO_HOST_DEVICE int64_t record_bytes() const {
     return records_form == Form::kFp8 ? latent + 4 * blocks() + 2 * rope : StoredBytes(records_form, latent + rope);
@@ -76,15 +81,13 @@ ECHO_HOST_DEVICE float StoreKey(const Team& team, const EncodeViews& views, cons
 
 template <typename Team>
 ECHO_HOST_DEVICE void AppendKey(const Team& team, const EncodeViews& views, int64_t index) {
-  const int64_t row = views.rows[index], width = views.width;
+  const int64_t row = views.rows[index];
   if (row < 0 || row >= views.host_rows) return;
-  const int64_t key_bytes = StoredBytes(views.keys_form, width);
-  const int64_t scale_bytes = views.keys_form == Form::kFp8 ? 4 : 0;
-  std::byte* const page = views.pages + row / kKeysPerPage * kKeysPerPage * (key_bytes + scale_bytes);
+  std::byte* const page = views.pages + row / kKeysPerPage * views.page_bytes();
   const int64_t place = row % kKeysPerPage;
-  const float scale = StoreKey(team, views, views.key + index * width, page + place * key_bytes);
-  if (scale_bytes != 0 && team.lane == 0) {
-    reinterpret_cast<float*>(page + kKeysPerPage * key_bytes)[place] = scale;
+  const float scale = StoreKey(team, views, views.key + index * views.width, page + place * views.key_bytes());
+  if (views.keys_form == Form::kFp8 && team.lane == 0) {
+    reinterpret_cast<float*>(page + kKeysPerPage * views.key_bytes())[place] = scale;
   }
 }
 
@@ -111,8 +114,8 @@ ECHO_HOST_DEVICE void StoreRecordPart(const Team& team, const EncodeViews& views
 template <typename Team>
 ECHO_HOST_DEVICE void DoJob(const Team& team, const EncodeViews& views, int64_t job) {
   if (job < views.heads) {
-    const float scale = StoreKey(team, views, views.query + job * views.width,
-                                 views.codes + job * StoredBytes(views.keys_form, views.width));
+    const float scale =
+        StoreKey(team, views, views.query + job * views.width, views.codes + job * views.key_bytes());
     // Not times 1, which would make a zero of a subnormal number where the processor is told to.
     const float weight = views.weights[job];
     if (team.lane == 0) views.scaled[job] = views.keys_form == Form::kFp8 ? weight * scale : weight;
@@ -187,13 +190,12 @@ inline ffi::Error ViewEncode(ffi::AnyBuffer pages, ffi::Buffer<ffi::S32> rows, f
   ECHO_RETURN_IF_ERROR(HasBytes("index_key", key, views->tokens, views->width * value, "rows"));
   ECHO_RETURN_IF_ERROR(HasBytes("record", record, views->tokens, (latent + views->rope) * value, "rows"));
   ECHO_RETURN_IF_ERROR(HasBytes("query", query, views->heads, views->width * value, "weights"));
-  ECHO_RETURN_IF_ERROR(HasBytes("codes", *codes, views->heads, StoredBytes(views->keys_form, views->width), "weights"));
+  ECHO_RETURN_IF_ERROR(HasBytes("codes", *codes, views->heads, views->key_bytes(), "weights"));
   ECHO_RETURN_IF_ERROR(HasBytes("scaled", *scaled, views->heads, value, "weights"));
   ECHO_RETURN_IF_ERROR(HasBytes("stored", *stored, views->tokens, views->record_bytes(), "rows"));
-  const int64_t key_bytes = StoredBytes(views->keys_form, views->width) + (views->keys_form == Form::kFp8 ? 4 : 0);
   const auto shape = pages.dimensions();
   const int64_t count = shape.size() == 0 ? 0 : shape[0];
-  ECHO_RETURN_IF_ERROR(HasBytes("index_keys", pages, count, kKeysPerPage * key_bytes, "pages"));
+  ECHO_RETURN_IF_ERROR(HasBytes("index_keys", pages, count, views->page_bytes(), "pages"));
   views->pages = static_cast<std::byte*>(pages.untyped_data());
   views->host_rows = count * kKeysPerPage;
   views->rows = rows.typed_data();

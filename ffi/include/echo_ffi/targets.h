@@ -59,11 +59,11 @@
 //             weights f32[N, G]; latent i64)
 //     -> index_keys, aliased, stored [M, stored record], codes [N, G, D], scaled f32[N, G]
 //   What a step stores of its new tokens in one layer and asks with, by the forms of echo_jax/formats.py, whose jnp form
-//   is the meaning, on a CPU bit for bit but for the sign and the payload of a NaN. Element types say the forms: keys u8 (FP8),
-//   bf16 or f32, codes f8e4m3fn, bf16 or f32 as the keys are, stored u32 (FP8), bf16 or f32. index_key[m] goes to row
-//   rows[m], where that is not negative; active rows must be distinct. scaled is weights, times the scale of the codes
-//   where they are FP8. Quotients are rounded once, on a GPU too, where XLA's need not be. D, latent and W - latent must be
-//   multiples of 4, and latent of 128 where stored is FP8.
+//   is the meaning, on a CPU bit for bit but for the sign and the payload of a NaN. Element types say the forms: keys u8
+//   (FP8), bf16 or f32, codes f8e4m3fn, bf16 or f32 as the keys are, stored u32 (FP8), bf16 or f32. index_key[m] goes to
+//   row rows[m], where that is not negative; active rows must be distinct. scaled is weights, times the scale of the
+//   codes where they are FP8. Quotients are rounded once, on a GPU too, where XLA's need not be. D, latent and W - latent
+//   must be multiples of 4, and latent of 128 where stored is FP8.
 //
 // echo_top_k(score f32|bf16[N, P], visible i32[N]; k i64) -> positions i32[N, k], kth_score f32[N]
 //   indexer.select: the k best of the first visible[n] scores of row n, in the order of scores of echo_jax/indexer.py,
