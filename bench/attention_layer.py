@@ -39,7 +39,7 @@ from bench import gpu_timing, harness
 from bench.harness import Measurement, summarise
 from echo_jax import hostmem, pool, threshold
 from echo_jax import layer as layer_lib
-from echo_jax.config import CacheConfig
+from echo_jax.config import COMPILER_OPTIONS, CacheConfig
 from echo_jax.eviction import Lru
 from echo_jax.formats import KeyFormat, RecordFormat, quantise_key
 from echo_jax.layer import LayerInputs
@@ -297,7 +297,7 @@ class Bench:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         carry = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), carry)
         lowered = program(config, size.steps).lower(carry, host_pool if config.offload else None, fixed)
-        return lowered.compile(compiler_options=NO_GRAPHS if is_timeline else None)
+        return lowered.compile(compiler_options=NO_GRAPHS if is_timeline else COMPILER_OPTIONS)
 
     def layer(self, size: Size, way: str, is_timeline: bool = False) -> Layer:
         host_pool, fixed, directions = self.shared[size]

@@ -27,6 +27,7 @@ import numpy as np
 
 from bench import gpu_timing, on_the_spot
 from bench.harness import Measurement, summarise
+from echo_jax.config import COMPILER_OPTIONS
 
 NO_EVENT = -1
 BEGIN, END = 0, 1
@@ -90,7 +91,8 @@ def compile_one(job: Job) -> Any:
     build()
     # Shapes, so that no thread holds an array that another call donates.
     arguments = jax.tree.map(_shaped, (job.state, job.changing, job.shared, jnp.int32(0)))
-    return jax.jit(marked(job.program), donate_argnums=0).lower(*arguments).compile()
+    lowered = jax.jit(marked(job.program), donate_argnums=0).lower(*arguments)
+    return lowered.compile(compiler_options=COMPILER_OPTIONS)
 
 
 def _shaped(array: Any) -> jax.ShapeDtypeStruct:

@@ -4,7 +4,8 @@
 
 zero     critical path that offloading adds to a layer when nothing is missing, over the resident step (B 1 and 16)
 step     61 layers, 40 misses each, and the one write-back; graphs on and off; launches a step
-shared   one full layer and three that share its list, 64 misses a seat: rows read ahead beside the maths, or not
+shared   one full layer and three that share its list, 64 misses a seat: rows read ahead beside the maths, or not, in
+         graphs whose branches run side by side and in graphs as XLA makes them by default
 kernels  what a layer launches in both, how often and how long each takes
 compile  a whole step of 61 layers of DeepSeek-V3.2, from trace to executable
 rerecord buffers elsewhere than when the graph was recorded; a pool that was not committed to the device
@@ -32,7 +33,7 @@ from bench.harness import Measurement, record, summarise
 from echo_jax import decode, hostmem, pool, recall
 from echo_jax import layer as layer_lib
 from echo_jax import state as state_lib
-from echo_jax.config import CacheConfig
+from echo_jax.config import COMPILER_OPTIONS, CacheConfig
 from echo_jax.eviction import Lru
 from echo_jax.formats import KeyFormat, RecordFormat
 from echo_jax.models import dsa, presets
@@ -44,6 +45,8 @@ FILE = "step.jsonl"
 LAYERS, K = 61, 2048
 STEPS = 16  # in one call
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+IN_LINE: dict[str, Any] = {}
+"""Options of XLA's own choice: the kernels of a graph one after the other."""
 
 
 def cache(
@@ -131,20 +134,17 @@ def products(after: jax.Array, operands: tuple[jax.Array, jax.Array]) -> jax.Arr
 
 def one_step(config: CacheConfig, host_pool, layers, chosen, new_records, step, maths=None):
     """`require` in every layer, each waiting for the one before it, and one write-back; with `maths`, the operands of
-    `products`, that comes first in every layer, so that what depends on no maths can run beside it. A shared layer may
-    read ahead once the list of the full layer before it is there."""
+    `products`, that comes first in every layer, so that what depends on no maths can run beside it. For shared layers
+    rows may be read ahead once the full layer before them has its own."""
     view = view_of(config, step)
     scores = jnp.zeros(chosen.shape, jnp.float32)
-    moved, after, known = [], jnp.int32(0), chosen
+    moved, after, ahead = [], jnp.int32(0), {}
     layers = list(layers)
-    for index, kind in enumerate(config.layer_kinds):
+    for index in range(config.num_layers):
         # As a selection leaves it: in memory. Else XLA would add in whatever reads it, where something of XLA's does.
         selected = jax.lax.optimization_barrier(chosen + (after if maths is None else products(after, maths)))
-        known = selected if kind == "full" else known
         if config.offload:
-            staging = recall.no_staging(config, config.seats)
-            if kind == "shared" and config.read_ahead:
-                staging = recall.read_ahead(config, layers[index], host_pool, jnp.int32(index), view, known)
+            staging = ahead.pop(index, recall.no_staging(config, config.seats))
             layers[index], slots, counts = recall.require(
                 config,
                 layers[index],
@@ -156,6 +156,9 @@ def one_step(config: CacheConfig, host_pool, layers, chosen, new_records, step, 
                 scores,
                 staging,
             )
+            if config.read_ahead and (sharers := config.sharers_of(index)):
+                theirs = {number: layers[number] for number in sharers}
+                ahead = recall.read_ahead(config, theirs, host_pool, view, selected, after=counts.recalled)
         else:
             layers[index], slots, counts = layer_lib.keep_resident(config, layers[index], view, new_records, selected)
         # 0, which only the result of this layer can tell: the next layer waits for its slots and for its records.
@@ -187,7 +190,7 @@ def no_records(config: CacheConfig) -> jax.Array:
 
 @dataclasses.dataclass
 class Stepper:
-    """A compiled loop of steps and its state."""
+    """A compiled loop of steps and its state; compiled as a step is, where no options are given."""
 
     config: CacheConfig
     misses: int
@@ -220,8 +223,9 @@ class Stepper:
 
         self.operands = (self.chosen, self.new, maths)
         arguments = (self.state, self.chosen, jnp.int32(0), self.new, maths)
+        options = COMPILER_OPTIONS if self.options is None else self.options
         start = time.perf_counter()
-        self.compiled = jax.jit(steps, donate_argnums=0).lower(*arguments).compile(compiler_options=self.options)
+        self.compiled = jax.jit(steps, donate_argnums=0).lower(*arguments).compile(compiler_options=options)
         self.compile_s = time.perf_counter() - start
         self.numbers = [jax.device_put(jnp.int32(number), device) for number in range(0, self.period, STEPS)]
 
@@ -319,15 +323,17 @@ def shared(seats: int = 32, context: int = 98_304, misses_of_seat: int = 64) -> 
     kinds = ("full", "shared", "shared", "shared")
     ahead = {"offload": True, "read_ahead": True, "staging": 2 * misses_of_seat}
     ways = {
-        "resident": {"offload": False},
-        "recalled": {"offload": True},
-        "read ahead": ahead,
-        "read ahead, second stream": ahead | {"prefetch_implementation": "second_stream"},
+        "resident": ({"offload": False}, None),
+        "recalled": ({"offload": True}, None),
+        "read ahead": (ahead, None),
+        "read ahead, second stream": (ahead | {"prefetch_implementation": "second_stream"}, None),
+        "recalled, a graph in line": ({"offload": True}, IN_LINE),
+        "read ahead, a graph in line": (ahead, IN_LINE),
     }
-    for way, more in ways.items():
+    for way, (more, options) in ways.items():
         config = cache(seats, context, seats * 6144, kinds=kinds, **more)
         # Long enough that a row is out of the pool when it is selected again.
-        stepper = Stepper(config, seats * misses_of_seat, is_full=True, with_maths=True, period=16 * STEPS)
+        stepper = Stepper(config, seats * misses_of_seat, options, is_full=True, with_maths=True, period=16 * STEPS)
         measured = per_layer(stepper.time_us(), len(kinds))
         counts = jax.tree.map(lambda each: np.asarray(each)[1:].mean(), stepper.run(1))
         notes = f"rows of a shared layer: staged {counts.staged:.0f}, useful {counts.useful:.0f}, recalled "

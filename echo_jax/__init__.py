@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from echo_jax import eviction as eviction
     from echo_jax import state as state
     from echo_jax import threshold as threshold
+    from echo_jax.config import COMPILER_OPTIONS as COMPILER_OPTIONS
     from echo_jax.config import CacheConfig as CacheConfig
     from echo_jax.decode import DecodeConfig as DecodeConfig
     from echo_jax.decode import cache_config as cache_config
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _ROOMS = ("eviction", "state", "threshold")
 _NAMES = {
-    "config": ("CacheConfig",),
+    "config": ("COMPILER_OPTIONS", "CacheConfig"),
     "decode": ("DecodeConfig", "cache_config", "decode_many", "decode_step"),
     "engine": ("generate",),
     "formats": ("KeyFormat", "RecordFormat"),

@@ -25,7 +25,7 @@ import numpy as np
 from echo_jax import _compat
 
 ENVIRONMENT_SWITCH = "ECHO_JAX_FFI"
-LIBRARY_VERSION = 9  # kLibraryVersion in targets.h
+LIBRARY_VERSION = 10  # kLibraryVersion in targets.h
 BUILD_COMMAND = "pip install scikit-build-core cmake ninja && pip install --no-build-isolation --no-deps -e ."
 CUDA_BUILD_COMMAND = f"export CUDACXX=/usr/local/cuda/bin/nvcc && {BUILD_COMMAND}"
 
@@ -251,9 +251,11 @@ def recall(
 
 
 def read_rows(host_pool: jax.Array, layer: jax.Array, rows: jax.Array) -> jax.Array:
-    """echo_read_rows: the records [M, record] of `rows` in one layer; zeros for negative rows."""
-    result = jax.ShapeDtypeStruct((*rows.shape, *host_pool.shape[2:]), host_pool.dtype)
-    return _call("echo_read_rows", result, (host_pool, layer, rows))
+    """echo_read_rows: the records [M, record] of rows i32[M] in a layer, or [G, M, record] of rows i32[G, M] in layers
+    i32[G]; zeros for negative rows."""
+    result = jax.ShapeDtypeStruct((rows.size, *host_pool.shape[2:]), host_pool.dtype)
+    records = _call("echo_read_rows", result, (host_pool, layer, rows.reshape(-1)))
+    return records.reshape(*rows.shape, *host_pool.shape[2:])
 
 
 def write_back(host_pool: jax.Array, records: jax.Array, rows: jax.Array) -> jax.Array:

@@ -13,6 +13,11 @@ from echo_jax.types import PAGE, EvictionPolicy, ThresholdPolicy
 
 NO_CAP = float("inf")
 
+COMPILER_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+"""For the `jax.jit` of a step, as `compiler_options`: on a GPU, kernels of its graph that do not wait for each other
+run side by side. XLA launches a graph's kernels one after the other unless it is told (jax 0.11.2), and what is read
+ahead, or copied on a second stream, then hides behind nothing. Other platforms take no notice of it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
@@ -31,7 +36,7 @@ class CacheConfig:
     tokens_per_step: int = 1  # T
     staging: int = 64  # S, staged records of a seat in one layer-step
     prefetch_per_position: float = NO_CAP  # c: a seat's cap is min(S, floor(c * context))
-    read_ahead: bool = False  # shared layers' missing rows are copied while the layers before them compute
+    read_ahead: bool = False  # what shared layers miss is copied once their list is known, beside the rest
     offload: bool = True  # False: the resident run, everything on the device
     host_memory: str = "auto"  # "ffi", "jnp", or the best there is
     slot_manager: str = "auto"  # the same: who keeps the slot maps
@@ -108,6 +113,13 @@ class CacheConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layer_kinds)
+
+    def sharers_of(self, layer: int) -> range:
+        """The layers that reuse the selected set of `layer`; none of a shared layer's."""
+        end = layer + 1
+        while end < self.num_layers and self.layer_kinds[end] == "shared":
+            end += 1
+        return range(layer + 1, end if self.layer_kinds[layer] == "full" else layer + 1)
 
     @property
     def pages(self) -> int:

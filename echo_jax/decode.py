@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from echo_jax import recall
 from echo_jax import state as state_lib
-from echo_jax.config import CacheConfig
+from echo_jax.config import COMPILER_OPTIONS, CacheConfig
 from echo_jax.eviction import Lru
 from echo_jax.formats import KeyFormat, RecordFormat
 from echo_jax.layer import LayerInputs, LayerOutput, echo_layer
@@ -96,7 +96,7 @@ class StepOutput(struct.PyTreeNode):
     moved: Moved  # i32[L] each
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="state", compiler_options=COMPILER_OPTIONS)
 def decode_step(
     params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: DecodeConfig
 ) -> tuple[EchoState, StepOutput]:
@@ -104,7 +104,8 @@ def decode_step(
 
     Idle seats, and seats whose capacity is used up, take part in the shapes only: they write nothing and their logits
     mean nothing. `state` is donated. With T > 1 each token selects for itself, as if the steps had been taken one by
-    one; `rollback` drops the ones that are rejected.
+    one; `rollback` drops the ones that are rejected. It has compiler options of its own (`config.COMPILER_OPTIONS`),
+    which jax refuses inside another jit: call `step` there.
     """
     return step(params, state, tokens, config=config)
 
@@ -116,15 +117,10 @@ def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: Dec
     positions = view.positions.reshape(-1)
     hidden = dsa.embed(params, tokens.reshape(-1), model)
 
-    layers, outputs = list(state.layers), []
+    layers, outputs, ahead = list(state.layers), [], {}
     for index, weights in enumerate(params["layers"]):
         inputs = _by_seat(dsa.project(weights, hidden, positions, model), tokens.shape)
         shared = outputs[-1] if model.layer_kinds[index] == SHARED else None
-        staging = None
-        if shared is not None and state.host_pool is not None and cache.read_ahead:
-            # It waits for the selected set alone, so a graph runs it beside everything since the full layer.
-            selected = shared.selection.positions
-            staging = recall.read_ahead(cache, layers[index], state.host_pool, jnp.int32(index), view, selected)
         layers[index], output = echo_layer(
             cache,
             layers[index],
@@ -134,8 +130,11 @@ def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: Dec
             inputs,
             scale=model.attention_scale,
             shared=shared,
-            staging=staging,
+            staging=ahead.pop(index, None),
         )
+        if cache.read_ahead and state.host_pool is not None and (sharers := cache.sharers_of(index)):
+            theirs, selected = {number: layers[number] for number in sharers}, output.selection.positions
+            ahead = recall.read_ahead(cache, theirs, state.host_pool, view, selected, after=output.moved.recalled)
         attended = output.attended.reshape(positions.shape[0], *output.attended.shape[2:])
         hidden = dsa.finish(weights, hidden, attended, model, model.mlp_kinds[index])
         outputs.append(output)
@@ -157,7 +156,12 @@ def _stacked(outputs: list[LayerOutput]):
     return selected, digests, moved
 
 
-@functools.partial(jax.jit, static_argnames=("config", "steps", "sampling"), donate_argnames="state")
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "steps", "sampling"),
+    donate_argnames="state",
+    compiler_options=COMPILER_OPTIONS,
+)
 def decode_many(
     params: dsa.Params,
     state: EchoState,
@@ -171,7 +175,7 @@ def decode_many(
     """`steps` steps with sampling between them, as one compiled loop: the same bits as calling decode_step.
 
     tokens i32[B] are the first inputs, seeds u32[B] each seat's own. Returns the sampled tokens i32[steps, B] and the
-    outputs of every step, stacked.
+    outputs of every step, stacked. Not inside another jit, as decode_step: scan over `step` there.
     """
 
     def one(carry, _):

@@ -109,17 +109,25 @@ def as_numpy(host_pool: jax.Array) -> np.ndarray:
 
 
 def read_rows(host_pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> jax.Array:
-    """The records of `rows` in one layer, in device memory; zeros where a row is negative.
+    """The records of `rows` in one layer, or of a list in each of several, in device memory; zeros where a row is
+    negative.
 
-    host_pool: [L, N_H, *record]    layer: i32[]    rows: i32[M]    returns [M, *record]
+    host_pool: [L, N_H, *record]    layer: i32[]     rows: i32[M]       returns [M, *record]
+                                    layer: i32[G]    rows: i32[G, M]    returns [G, M, *record]
     """
     layer = jnp.asarray(layer, jnp.int32)
-    _check_scalars(layer=layer)
-    _check_lists(rows=rows)
+    if layer.ndim == 0:
+        _check_lists(rows=rows)
+    elif layer.ndim > 1 or rows.ndim != 2 or rows.shape[0] != layer.shape[0] or rows.dtype != jnp.int32:
+        raise ValueError(
+            f"layer has shape {list(layer.shape)} but rows is {rows.dtype.name}{list(rows.shape)}; give one layer and "
+            "a list, int32[M], or a list of G layers and int32[G, M]"
+        )
     if uses_library(host_pool):
         return _ffi.read_rows(host_pool, layer, rows)
     wanted = _outside_if(rows < 0, rows, host_pool.shape[1])
-    return host_pool.at[layer, wanted].get(mode="fill", fill_value=0)
+    of_layer = layer[:, None] if layer.ndim else layer
+    return host_pool.at[of_layer, wanted].get(mode="fill", fill_value=0)
 
 
 def recall(
@@ -255,7 +263,7 @@ def _outside_if(is_outside: jax.Array, index: jax.Array, size: int) -> jax.Array
 
     The numbers past the end differ from entry to entry, so that distinct indices stay distinct.
     """
-    past_the_end = size + jnp.arange(index.shape[0], dtype=jnp.int32)
+    past_the_end = size + jnp.arange(index.size, dtype=jnp.int32).reshape(index.shape)
     return jnp.where(is_outside, past_the_end, index)
 
 

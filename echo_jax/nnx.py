@@ -35,7 +35,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from echo_jax import recall
@@ -45,7 +44,7 @@ from echo_jax.decode import DecodeConfig
 from echo_jax.layer import LayerInputs, LayerOutput, echo_layer
 from echo_jax.models import dsa
 from echo_jax.models.config import DENSE, FULL, SHARED, DsaConfig
-from echo_jax.types import EchoState
+from echo_jax.types import EchoState, Staging
 
 
 class EchoCache(nnx.Variable):
@@ -150,6 +149,7 @@ class EchoStep:
         self.view = state_lib.begin_step(worker.config, worker.state(()), tokens_per_seat)
         self.layers: list[EchoAttention] = []
         self.outputs: list[LayerOutput] = []  # selections, digests and counts, for who wants to return them
+        self.staged: dict[int, Staging] = {}  # read ahead, by layer
 
     def attend(self, layer: EchoAttention, inputs: LayerInputs) -> LayerOutput:
         """`echo_layer` on the layer's cache; the new records wait for `finish`."""
@@ -157,25 +157,42 @@ class EchoStep:
         if layer.number != number:
             raise ValueError(f"layer {layer.number} was called when layer {number} was due; call each once, in order")
         shared = self.outputs[-1] if config.layer_kinds[number] == SHARED else None
-        state, host_pool, staging = layer.cache.get_value(), self.worker.host_pool.get_value(), None
-        if shared is not None and host_pool is not None and config.read_ahead:
-            selected = shared.selection.positions
-            staging = recall.read_ahead(config, state, host_pool, jnp.int32(number), self.view, selected)
+        if shared is not None and config.offload and config.read_ahead and number not in self.staged:
+            self.read_ahead([layer])
         cache, output = echo_layer(
             config,
-            state,
-            host_pool,
+            layer.cache.get_value(),
+            self.worker.host_pool.get_value(),
             number,
             self.view,
             inputs,
             scale=layer.model.attention_scale,
             shared=shared,
-            staging=staging,
+            staging=self.staged.pop(number, None),
         )
         layer.cache.set_value(cache)
         self.layers.append(layer)
         self.outputs.append(output)
         return output
+
+    def read_ahead(self, layers: Sequence[EchoAttention]) -> None:
+        """Copies what shared layers miss, `recall.read_ahead`, once the full layer before them was called.
+
+        With `CacheConfig.read_ahead` a layer does so when it is called; called right behind the full layer, with every
+        layer that shares its list, the copies have until then to cross the link.
+        """
+        config, host_pool = self.worker.config, self.worker.host_pool.get_value()
+        full = [number for number in range(len(self.layers)) if config.layer_kinds[number] != SHARED]
+        sharers = [number for number in config.sharers_of(full[-1]) if number >= len(self.layers)] if full else []
+        numbers = [layer.number for layer in layers]
+        if host_pool is None or not set(numbers) <= set(sharers):
+            raise ValueError(
+                f"layers {numbers} cannot read ahead; of a resident cache none can, else those that share the list of "
+                f"the last full layer and were not called yet: {sharers}"
+            )
+        theirs, last = {layer.number: layer.cache.get_value() for layer in layers}, self.outputs[full[-1]]
+        selected, recalled = last.selection.positions, last.moved.recalled
+        self.staged |= recall.read_ahead(config, theirs, host_pool, self.view, selected, after=recalled)
 
     def finish(self) -> None:
         """Writes the new records of all layers to the host in one call; lengths and clock move on."""

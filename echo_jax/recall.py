@@ -7,10 +7,12 @@ answer possible: on return every selected row and every new row has a slot that 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.compute_on import compute_on
 
 from echo_jax import _ffi, hostmem, pool
@@ -81,22 +83,25 @@ def prefetch_candidates(
 
 def read_ahead(
     config: CacheConfig,
-    state: LayerState,
+    layers: Mapping[int, LayerState],
     host_pool: jax.Array,
-    layer: jax.Array,
     view: StepView,
     selected: jax.Array,
-) -> Staging:
-    """Copies rows that will certainly be selected: a shared layer's set is known from the full layer before it, so what
-    this layer misses can cross the link while the layers between compute.
+    after: jax.Array | int = 0,
+) -> dict[int, Staging]:
+    """Copies rows that will certainly be selected: the set of the layers that share a list is known from the full layer
+    before them (`CacheConfig.sharers_of`), so what each misses, by its number, can cross the link until it is needed.
 
     selected i32[B, T, K] is ascending for each query, then NO_POSITION, as a `Selection` is. Only rows written before
-    this step and not resident, each once; at most S of a seat, the lowest positions first.
+    this step and not resident in that layer, each once; at most S of a seat, the lowest positions first.
+
+    The copies wait for `after`, a count i32[] of what should cross the link first: the rows that the full layer itself
+    recalls, which somebody waits for. They run beside what follows if the graph may (`config.COMPILER_OPTIONS`). One
+    call for all layers: one each XLA would put where it is needed, into memory that others must have done with.
     """
-    assert state.slots is not None
     seats, capacity = view.rows.shape
     if config.staging == 0:
-        return no_staging(config, seats)
+        return dict.fromkeys(layers, no_staging(config, seats))
     # By the list, not by position: K entries of a query where a context has a hundred thousand.
     listed = jnp.where(selected == NO_POSITION, capacity, selected).reshape(seats, -1)
     if selected.shape[1] > 1:  # each query's list is in order, and several may hold a position
@@ -105,14 +110,21 @@ def read_ahead(
         listed = jnp.where(is_repeated, capacity, listed)
     positions = jnp.where(listed >= view.lengths[:, None], NO_POSITION, listed)
     rows = rows_at(view.rows, positions)
-    is_absent = (rows != NO_ROW) & (pool.lookup(state.slots, rows) < 0)
+    maps = [state.slots for state in layers.values() if state.slots is not None]
+    assert len(maps) == len(layers)
+    is_absent = (rows != NO_ROW)[None] & (jnp.stack([pool.lookup(each, rows) for each in maps]) < 0)  # [G, B, M]
     # Each to its place: of lists so short a scatter is one kernel, where the search of `_lowest` is a dozen.
-    running = jnp.cumsum(is_absent, axis=1, dtype=jnp.int32)
+    running = jnp.cumsum(is_absent, axis=-1, dtype=jnp.int32)
     place = jnp.where(is_absent, running - 1, config.staging)  # one past the end: dropped
-    staged = jnp.full((seats, config.staging), NO_ROW, jnp.int32)
-    staged = staged.at[jnp.arange(seats, dtype=jnp.int32)[:, None], place].set(rows, mode="drop")
-    refused = jnp.maximum(running[:, -1] - config.staging, 0)
-    return _stage(config, host_pool, layer, staged, refused)
+    staged = jnp.full((*place.shape[:2], config.staging), NO_ROW, jnp.int32)
+    of_layer, of_seat = jnp.ogrid[: place.shape[0], :seats]
+    staged = staged.at[of_layer[..., None], of_seat[..., None], place].set(rows[None], mode="drop")
+    refused = jnp.maximum(running[..., -1] - config.staging, 0)
+    # All at once: sums of what was staged would come first, and what the full layer does next would wait for them.
+    numbers = np.asarray([*layers], np.int32) + jnp.minimum(after, 0)  # no count is negative, but XLA cannot know that
+    together = jax.lax.optimization_barrier(_stage(config, host_pool, numbers, staged, refused))
+    # Each of the three arrays is cut by layer.
+    return {number: Staging(*each) for number, *each in zip(layers, *together, strict=True)}
 
 
 def _is_absent(maps: SlotMaps, view: StepView) -> jax.Array:
@@ -139,7 +151,7 @@ def _stage(config: CacheConfig, host_pool, layer, rows: jax.Array, refused: jax.
     if config.prefetch_implementation == "second_stream":
         # Given no jitted function, for whose calls XLA finds no stream. A CPU has none, and computes in turn.
         read = compute_on(read, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
-    records = read(host_pool, layer, rows.reshape(-1))
+    records = read(host_pool, layer, rows.reshape(*layer.shape, -1))
     return Staging(rows, records.reshape(*rows.shape, *config.records.shape), refused)
 
 

@@ -31,8 +31,9 @@ SETTING = dict(
 class Model(nnx.Module):
     """Somebody's model around EchoAttention: all else is plain parameters and functions."""
 
-    def __init__(self, config: DsaConfig, params: dsa.Params):
+    def __init__(self, config: DsaConfig, params: dsa.Params, ahead: tuple[int, ...] = ()):
         self.config = config
+        self.ahead = ahead  # layers that read ahead as soon as the first one was called
         self.layers = nnx.List([EchoAttention(config, n, weights=w) for n, w in enumerate(params["layers"])])
         others = [{name: w[name] for name in ("input_norm", "post_norm", "mlp")} for w in params["layers"]]
         self.others = nnx.Param(
@@ -46,17 +47,23 @@ class Model(nnx.Module):
         for layer, weights in zip(self.layers, others["layers"], strict=True):
             x = dsa.rms_norm(hidden, weights["input_norm"], config.rms_norm_eps)
             hidden = hidden + layer(x.reshape(*tokens.shape, -1), step).reshape(hidden.shape)
+            if layer.number == 0 and self.ahead:
+                step.read_ahead([self.layers[number] for number in self.ahead])
             x = dsa.rms_norm(hidden, weights["post_norm"], config.rms_norm_eps)
             hidden = lax.optimization_barrier(hidden + dsa.mlp(weights["mlp"], x))
         step.finish()
         return dsa.logits(others, hidden, config).reshape(*tokens.shape, -1), step.outputs
 
 
-def test_bits_and_cache_are_those_of_decode_step_in_place():
-    """Under pressure, with a shared layer, a seat that starts late and one that ends: every output of every step and
-    the whole cache at the end. Pools keep their place, and one trace serves it all."""
-    config, params = scenarios.cache(SETTING, offload=True, model=MODEL), scenarios.parameters(MODEL)
-    cache, model, traces = config.cache, Model(MODEL, jax.tree.map(jnp.copy, params)), []
+@pytest.mark.parametrize("ahead", [None, (1,)], ids=["", "read_ahead"])
+def test_bits_and_cache_are_those_of_decode_step_in_place(ahead):
+    """Under pressure, with shared layers, a seat that starts late and one that ends: every output of every step and
+    the whole cache at the end. Pools keep their place, and one trace serves it all. Of two shared layers one reads
+    ahead when it is told to, the other when it is called: what is staged and of use does not depend on that."""
+    of_model = MODEL if ahead is None else dataclasses.replace(MODEL, **layers_like(("full", "shared", "shared")))
+    config, params = scenarios.cache(SETTING, offload=True, model=of_model), scenarios.parameters(of_model)
+    config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, read_ahead=ahead is not None))
+    cache, model, traces = config.cache, Model(of_model, jax.tree.map(jnp.copy, params), ahead or ()), []
     worker = EchoWorker(cache, model.layers)
 
     @nnx.jit(donate_argnames=("model", "worker"))
@@ -80,10 +87,16 @@ def test_bits_and_cache_are_those_of_decode_step_in_place():
         for layer, (positions, digest, counts) in enumerate(layers):
             assert_same_bits((positions, digest), (wanted.selected[layer], wanted.digests[layer]))
             assert_same_bits(counts, jax.tree.map(lambda x, layer=layer: x[layer], wanted.moved))
-            moved.append(int(counts.evicted))
-    assert sum(moved) > 20, "no pressure, no proof"
+            moved.append((int(counts.evicted), int(counts.staged) if layer > 0 else 0))
+    evicted, staged = np.sum(moved, axis=0)
+    assert evicted > 20, "no pressure, no proof"
+    assert (staged > 20) == (ahead is not None)
     assert_same_bits(worker.state(model.layers), expected)
     assert pointers(worker.state(model.layers)) == places and len(traces) == 1
+
+
+def layers_like(kinds: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    return {"layer_kinds": kinds, "mlp_kinds": ("dense",) * len(kinds)}
 
 
 def pointers(state) -> list[int]:
@@ -132,6 +145,8 @@ def test_layers_out_of_order_are_refused():
         step.attend(layers[1], LayerInputs(jnp.zeros(0), jnp.zeros(0)))
     with pytest.raises(ValueError, match="0 of 2 layers were called; call all before finish"):
         step.finish()
+    with pytest.raises(ValueError, match=r"layers \[1\] cannot read ahead; of a resident cache .* called yet: \[\]"):
+        step.read_ahead(layers[1:])
 
 
 def test_the_example_in_the_docstring_runs():

@@ -169,7 +169,15 @@ def check_read_ahead(selected, lengths, resident, staging=S, rows=None):
     """Against a loop over the lists, i32[SEATS, queries, K]; returns the staging."""
     view, selected = view_of(lengths, rows), np.asarray(selected, np.int32)
     config = dataclasses.replace(CONFIG, staging=staging)
-    got = read_ahead(config, layer_state(resident), HOST, jnp.int32(1), view, selected)
+    # Two layers of the host pool share the list; of the second, what the first has not is there.
+    others = [row for row in range(SEATS * P) if row not in resident][:SLOTS]
+    got = read_ahead(config, {1: layer_state(resident), 0: layer_state(others)}, HOST, view, selected, after=3)
+    check_staged(got[0], selected, lengths, others, view, staging, layer=0)
+    check_staged(got[1], selected, lengths, resident, view, staging, layer=1)
+    return got[1]
+
+
+def check_staged(got, selected, lengths, resident, view, staging, layer):
     for seat in range(SEATS):
         wanted = sorted({int(p) for p in selected[seat].reshape(-1) if p != NO_POSITION and p < lengths[seat]})
         rows_of_seat = np.asarray(view.rows[seat])[wanted].tolist()
@@ -178,8 +186,7 @@ def check_read_ahead(selected, lengths, resident, staging=S, rows=None):
         assert np.asarray(got.rows[seat]).tolist() == expected + [NO_ROW] * (staging - len(expected))
         assert int(got.refused[seat]) == len(missing) - len(expected)
         for place, row in enumerate(expected):
-            np.testing.assert_array_equal(got.records[seat, place], record(ON_HOST, row, layer=1))
-    return got
+            np.testing.assert_array_equal(got.records[seat, place], record(ON_HOST, row, layer=layer))
 
 
 @pytest.mark.parametrize("queries", [1, 2, 4])

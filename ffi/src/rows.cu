@@ -68,7 +68,8 @@ ffi::Error ReadRows(cudaStream_t stream, ffi::AnyBuffer pool_buffer, Numbers lay
   Pool pool;
   Records out;
   ECHO_RETURN_IF_ERROR(ViewReadRows(kTarget, pool_buffer, layer, rows, result, &pool, &out));
-  const ReadRowsJobs jobs{OnDevice(out), OnDevice(pool), layer.typed_data(), rows.typed_data(), out.count};
+  const int64_t entries = out.count / std::max<int64_t>(layer.element_count(), 1);
+  const ReadRowsJobs jobs{OnDevice(out), OnDevice(pool), layer.typed_data(), rows.typed_data(), entries, out.count};
   return Run(kTarget, jobs, out.record_bytes, IsAligned({out.data, pool.records.data}), stream);
 }
 

@@ -15,12 +15,14 @@
 
 namespace echo_ffi {
 
+ffi::Error CheckLayer(const char* target, int64_t layer, int64_t layers) {
+  if (layer >= 0 && layer < layers) return ffi::Error::Success();
+  return Refuse(target, ": layer is ", layer, " but host_pool holds layers 0 to ", layers - 1);
+}
+
 ffi::Error ReadLayer(const char* target, Numbers layer, int64_t layers, int64_t* value) {
   *value = layer.typed_data()[0];
-  if (*value < 0 || *value >= layers) {
-    return Refuse(target, ": layer is ", *value, " but host_pool holds layers 0 to ", layers - 1);
-  }
-  return ffi::Error::Success();
+  return CheckLayer(target, *value, layers);
 }
 
 ffi::Error RecallOnCpu(const char* target, const RecallViews& views, int64_t layer, int64_t count) {
@@ -71,26 +73,28 @@ ffi::Error Zeros(ffi::AnyBuffer buffer, ffi::Result<ffi::AnyBuffer> result) {
   return ffi::Error::Success();
 }
 
-ffi::Error ReadRows(ffi::AnyBuffer pool_buffer, Numbers layer_number, Numbers rows_list,
+ffi::Error ReadRows(ffi::AnyBuffer pool_buffer, Numbers layer_numbers, Numbers rows_list,
                     ffi::Result<ffi::AnyBuffer> result) {
   constexpr const char* kTarget = "echo_read_rows";
   Records out;
   Pool pool;
-  int64_t layer = 0;
-  ECHO_RETURN_IF_ERROR(ViewReadRows(kTarget, pool_buffer, layer_number, rows_list, result, &pool, &out));
-  ECHO_RETURN_IF_ERROR(ReadLayer(kTarget, layer_number, pool.layers, &layer));
+  ECHO_RETURN_IF_ERROR(ViewReadRows(kTarget, pool_buffer, layer_numbers, rows_list, result, &pool, &out));
+  const ffi::Span<const int32_t> layers(layer_numbers.typed_data(), layer_numbers.element_count());
+  for (const int32_t layer : layers) ECHO_RETURN_IF_ERROR(CheckLayer(kTarget, layer, pool.layers));
   const ffi::Span<const int32_t> rows(rows_list.typed_data(), rows_list.element_count());
   ECHO_RETURN_IF_ERROR(CheckRange(kTarget, "rows", rows, "host_pool", pool.rows));
+  const size_t of_layer = rows.size() / std::max<size_t>(layers.size(), 1);
   for (size_t m = 0; m < rows.size();) {
     // A prefill reads whole pages: neighbours in the list that are neighbours in the pool travel together.
+    const size_t index = m / of_layer, limit = (index + 1) * of_layer;
     size_t end = m + 1;
     const bool is_padding = rows[m] < 0;
-    while (end < rows.size() && (is_padding ? rows[end] < 0 : rows[end] == rows[end - 1] + 1)) ++end;
+    while (end < limit && (is_padding ? rows[end] < 0 : rows[end] == rows[end - 1] + 1)) ++end;
     const size_t bytes = (end - m) * static_cast<size_t>(out.record_bytes);
     if (is_padding) {
       std::memset(out.at(m), 0, bytes);
     } else {
-      std::memcpy(out.at(m), pool.at(layer, rows[m]), bytes);
+      std::memcpy(out.at(m), pool.at(layers[index], rows[m]), bytes);
     }
     m = end;
   }

@@ -64,12 +64,13 @@ struct ReadRowsJobs {
   DeviceRecords out;
   DevicePool pool;
   const int32_t *layer, *rows;
+  int64_t entries;  // of each layer
   int64_t length;
 
   __device__ int64_t Limit() const { return length; }
 
   __device__ Move At(int64_t job) const {
-    const int64_t row = rows[job], of_layer = *layer;
+    const int64_t row = rows[job], of_layer = layer[job / entries];
     const bool is_there = pool.HasRow(row) && pool.HasLayer(of_layer);
     return {is_there ? pool.At(of_layer, row) : nullptr, out.At(job)};
   }

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from echo_jax import decode
 from echo_jax import state as state_lib
+from echo_jax.config import COMPILER_OPTIONS
 from echo_jax.threshold import Listing
 from tests import scenarios
 from tests.aot.compile import Compiled, compile_for_h200, cpu_mesh, device, host, need_cuda_handlers, why_not
@@ -31,7 +32,7 @@ VARIANTS = {
     "no_prefetch": {"staging": 0},
     "four_tokens": {"tokens_per_step": 4, "threshold": Listing()},
     "jnp_manager": {"slot_manager": "jnp"},
-    "read_ahead": {"read_ahead": True},
+    "read_ahead": {"read_ahead": True, "layer_kinds": ("full", "shared", "shared")},
     "fp8": {"fp8": True},
     "four_tokens_jnp_manager_read_ahead": {"tokens_per_step": 4, "slot_manager": "jnp", "read_ahead": True},
     "mosaic_scores": {"fp8": True, "score_implementation": "mosaic_gpu"},
@@ -64,6 +65,7 @@ def configure(offload: bool = True, fp8: bool = False, tokens_per_step: int = 1,
         model = GLM
     if changes.get("attend_implementation") == "mosaic_gpu":
         model = dataclasses.replace(model, kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
+    model = dataclasses.replace(model, layer_kinds=changes.get("layer_kinds", model.layer_kinds))
     config = scenarios.cache(setting, offload=offload, model=model)
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, **changes))
 
@@ -85,7 +87,7 @@ def compile_step(config: decode.DecodeConfig) -> Compiled:
     def step(params, state, tokens):
         return decode.step(params, state, tokens, config=config)
 
-    return compile_for_h200(step, *arguments(config), donate_argnums=1)
+    return compile_for_h200(step, *arguments(config), donate_argnums=1, flags=COMPILER_OPTIONS)
 
 
 def bytes_of(tree) -> int:
@@ -129,7 +131,9 @@ def test_the_step_is_one_graph_in_place(variant):
         bounded = isinstance(config.cache.threshold, Listing)
         assert calls.count("echo_bounded_top_k") == (full if bounded else 0)
         separate = config.cache.staging and config.cache.prefetch_implementation != "fused"
-        ahead = (full if separate else 0) + (layers - full if config.cache.read_ahead else 0)
+        # One call reads ahead for all layers that share a list.
+        lists = sum(len(config.cache.sharers_of(layer)) > 0 for layer in range(layers))
+        ahead = (full if separate else 0) + (lists if config.cache.read_ahead else 0)
         assert calls.count("echo_read_rows") == ahead
         beside = re.findall(r"kAsyncStart .*stream=computation_stream\[1\]", compiled.thunks)
         assert len(beside) == (ahead if config.cache.prefetch_implementation == "second_stream" else 0)
@@ -152,11 +156,11 @@ def test_several_steps_in_one_loop_copy_no_pool():
     params, state, _ = arguments(config)
 
     def many(params, state, tokens, seeds):
-        return decode.decode_many(params, state, tokens, seeds, config=config, steps=4)
+        unjitted = getattr(decode.decode_many, "__wrapped__")  # noqa: B009  jax refuses a jit with options in a jit
+        return unjitted(params, state, tokens, seeds, config=config, steps=4)
 
-    compiled = compile_for_h200(
-        many, params, state, device((SEATS,), jnp.int32), device((SEATS,), jnp.uint32), donate_argnums=1
-    )
+    given = params, state, device((SEATS,), jnp.int32), device((SEATS,), jnp.uint32)
+    compiled = compile_for_h200(many, *given, donate_argnums=1, flags=COMPILER_OPTIONS)
     assert "kWhile" in compiled.thunks and "kCommandBuffer" in compiled.thunks
     assert compiled.memory.host_temp_size_in_bytes == 0
     assert compiled.memory.host_alias_size_in_bytes == bytes_of(state.host_pool)

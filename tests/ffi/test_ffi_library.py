@@ -243,6 +243,18 @@ pool = jnp.asarray
 WRONG_CALLS = {
     "read_row": (lambda: _ffi.read_rows(pool(POOL), jnp.int32(0), numbers(0, 6)), "rows[1] is 6"),
     "read_layer": (lambda: _ffi.read_rows(pool(POOL), jnp.int32(9), numbers(0)), "layer is 9"),
+    "read_second_layer": (
+        lambda: _ffi.read_rows(pool(POOL), numbers(0, -1), numbers(0, 1).reshape(2, 1)),
+        "layer is -1 but host_pool holds layers 0 to 1",
+    ),
+    "read_uneven": (
+        lambda: _ffi.read_rows(pool(POOL), numbers(0, 1), numbers(0, 1, 2)),
+        "rows has length 3 but layer has length 2",
+    ),
+    "read_no_layer": (
+        lambda: _ffi.read_rows(pool(POOL), numbers(), numbers(0)),
+        "rows has length 1 but layer has length 0",
+    ),
     "write_row": (
         lambda: _ffi.write_back(pool(POOL), jnp.zeros((2, 1, 4), jnp.uint32), numbers(6)),
         "rows[0] is 6 but host_pool holds 6 rows",
@@ -326,7 +338,14 @@ AT_THE_DOOR = {  # of a pool u32[2, 6, 4]
         ),
         "count has shape [1] but must be a scalar",
     ),
-    "read_layer": (lambda pool: hostmem.read_rows(pool, numbers(0, 1), numbers(1)), "layer has shape [2] but must be"),
+    "read_layer": (
+        lambda pool: hostmem.read_rows(pool, numbers(0, 1), numbers(1)),
+        "layer has shape [2] but rows is int32[1]; give one layer and a list",
+    ),
+    "read_layers": (
+        lambda pool: hostmem.read_rows(pool, numbers(0, 1), numbers(1, 2, 3).reshape(3, 1)),
+        "layer has shape [2] but rows is int32[3, 1]",
+    ),
     "read_list": (
         lambda pool: hostmem.read_rows(pool, 0, jnp.zeros((1,), jnp.uint32)),
         "rows is uint32[1] but must be a list, int32[M]",

@@ -68,6 +68,11 @@ def test_read_rows(pool_of, record, lists):
         result = read(pool, layer, on_device(rows))
         assert_same_bytes(result, loops.read_rows(values, layer, rows))
         assert hostmem.memory_of(result) is hostmem.HostMemory.ORDINARY
+    # A list in each of several layers, one of them twice: the next list continues the run of the last.
+    layers = numbers(1, 0, 1)
+    lists = np.stack([rows, np.where(rows < 0, rows, HOST_ROWS - 1 - rows), rows])
+    expected = np.stack([loops.read_rows(values, layer, each) for layer, each in zip(layers, lists, strict=True)])
+    assert_same_bytes(read(pool, on_device(layers), on_device(lists)), expected)
 
 
 RECALLS = {  # host_rows, slots, source

@@ -142,8 +142,18 @@ def test_every_target(emulator, record_bytes, entries, count, blocks, off, helpe
     found = call(emulator, "EmulateRecall", sizes(entries), guarded(records, off), *operands)
     np.testing.assert_array_equal(found, expected)
 
-    read = call(emulator, "EmulateReadRows", sizes(entries), guarded(random(entries), off), pool[0], layer, rows)
-    np.testing.assert_array_equal(read, loops.read_rows(values, 2, skipped(rows, HOST_ROWS)))
+    # Of one layer; as many of each of several, of which one is outside.
+    for layers in (layer, np.asarray([1, LAYERS, 0], np.int32)):
+        each = entries // len(layers)
+        asked, out = rows[: each * len(layers)], guarded(random(each * len(layers)), off)
+        operands = (pool[0], layers, asked, np.asarray([each], np.int64))
+        read = call(emulator, "EmulateReadRows", sizes(len(asked)), out, *operands)
+        lists = [skipped(list_, HOST_ROWS) for list_ in np.split(asked, len(layers))]
+        of_layer = [
+            loops.read_rows(values, number % LAYERS, list_ if number < LAYERS else np.full_like(list_, -1))
+            for number, list_ in zip(layers.tolist(), lists, strict=True)
+        ]
+        np.testing.assert_array_equal(read, np.concatenate(of_layer))
 
     rows = generator.permutation(HOST_ROWS)[: min(entries, 17)].astype(np.int32)
     rows[::4] = generator.choice([-1, HOST_ROWS, HIGHEST], len(rows[::4]))
@@ -170,5 +180,6 @@ def test_a_layer_outside_leaves_nothing_to_do(emulator, layer):
         sources, count = np.full(4, source, np.int32), np.asarray([4], np.int32)
         operands = (guarded(pool)[0], number, count, rows, rows, sources, guarded(new)[0], guarded(new)[0])
         np.testing.assert_array_equal(call(emulator, "EmulateRecall", sizes, guarded(records), *operands), records)
-    read = call(emulator, "EmulateReadRows", sizes, guarded(records[:4]), guarded(pool)[0], number, rows)
+    operands = (guarded(pool)[0], number, rows, np.asarray([4], np.int64))
+    read = call(emulator, "EmulateReadRows", sizes, guarded(records[:4]), *operands)
     assert not read.any()

@@ -84,9 +84,16 @@ inline ffi::Error ViewReadRows(const char* target, ffi::AnyBuffer pool_buffer, N
   ECHO_RETURN_IF_ERROR(ViewPool(target, pool_buffer, pool));
   ECHO_RETURN_IF_ERROR(ViewRecords(target, "result", *result, 1, out));
   ECHO_RETURN_IF_ERROR(SameRecords(target, "result", *result, 1, "host_pool", pool_buffer, 2));
-  ECHO_RETURN_IF_ERROR(IsScalar(target, "layer", layer));
+  if (layer.dimensions().size() > 1) {
+    return Refuse(target, ": layer has shape ", Describe(layer.dimensions()), " but must be a scalar or a list");
+  }
   ECHO_RETURN_IF_ERROR(IsList(target, "rows", rows));
-  return SameLength(target, "rows", rows.element_count(), "result", out->count);
+  const size_t layers = layer.element_count(), length = rows.element_count();
+  if (layers == 0 ? length != 0 : length % layers != 0) {
+    return Refuse(target, ": rows has length ", length, " but layer has length ", layers,
+                  "; each layer has as many rows as every other");
+  }
+  return SameLength(target, "rows", length, "result", out->count);
 }
 
 inline ffi::Error ViewWriteBack(const char* target, ffi::AnyBuffer pool_buffer, ffi::AnyBuffer records_buffer,

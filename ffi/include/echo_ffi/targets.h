@@ -21,8 +21,8 @@
 // echo_zeros(buffer, any shape) -> buffer, aliased: zeros, wherever the buffer lies. How a host pool comes by its zeros
 //   without a copy of it in another memory.
 //
-// echo_read_rows(host_pool [L, N_H, record], layer i32[], rows i32[M]) -> [M, record]
-//   result[m] = rows[m] >= 0 ? host_pool[layer, rows[m]] : zeros
+// echo_read_rows(host_pool [L, N_H, record], layer i32[] or i32[G], rows i32[G * M]) -> [G * M, record]
+//   result[g * M + m] = rows[g * M + m] >= 0 ? host_pool[layer[g], rows[g * M + m]] : zeros
 //
 // echo_write_back(host_pool [L, N_H, record], records [L, M, record], rows i32[M]) -> host_pool, aliased
 //   for each m with rows[m] >= 0, for every layer l: host_pool[l, rows[m]] = records[l, m]
@@ -86,7 +86,7 @@ namespace echo_ffi {
 
 // Raised whenever the arguments or the meaning of a target change; echo_jax/_ffi.py holds the same number and
 // refuses a library with another one.
-inline constexpr int32_t kLibraryVersion = 9;
+inline constexpr int32_t kLibraryVersion = 10;
 
 // In `source` of echo_recall: the bytes come from the host pool. Values >= 0 count rows of `new`, then of `staged`.
 inline constexpr int32_t kSourceHost = -1;

@@ -108,8 +108,9 @@ void EmulateRecall(const Sizes* s, std::byte* records, std::byte* pool, const in
 }
 
 void EmulateReadRows(const Sizes* s, std::byte* out, std::byte* pool, const int32_t* layer, const int32_t* rows,
-                     char* error) {
-  const ReadRowsJobs jobs{{out, s->length, s->bytes}, {pool, s->layers, s->rows, s->bytes}, layer, rows, s->length};
+                     const int64_t* entries, char* error) {
+  const DevicePool of_rows{pool, s->layers, s->rows, s->bytes};
+  const ReadRowsJobs jobs{{out, s->length, s->bytes}, of_rows, layer, rows, *entries, s->length};
   Run(jobs, s->bytes, s->is_aligned, s->blocks, 0, s->seed, {RangeOf(jobs.pool)}, error);
 }
 
