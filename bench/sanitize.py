@@ -10,8 +10,8 @@ bench/faulty.cu, by the filter of ffi: where nothing is found there, nothing fou
 every buffer by itself, so that a step past the end of one shows, and forms no CUDA graphs.
 
 The number recorded (for ffi, of all its parts, as B.sanitizer) is the sum of both tools' findings, less those that are
-meant (`Mailbox`). Nothing is recorded where a tool did not end, a test failed, or the faults were not found; the exit
-code says so.
+meant (`Mailbox`). Nothing is recorded where a tool did not end or lost track of the program, a test failed, or the
+faults were not found; the exit code says so.
 """
 
 from __future__ import annotations
@@ -169,12 +169,13 @@ TARGETS = {
 TESTS = tuple(test for target in TARGETS.values() for part in target.parts for test in target.tests("memcheck", part))
 
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+LOST = "Internal Sanitizer Error"  # the tool's own: it counts itself, and what it did not see it did not judge
 ACCESS = re.compile(r"(Write|Read) access(?: at \S+ in (\S+):(\d+))?")
 
 
 def findings(log: str) -> int | None:
-    """What a tool's log counts, or None where it has no summary, as when the tool was stopped."""
-    counts = [int(first or second) for first, second in SUMMARY.findall(log)]
+    """What a tool's log counts, or None where it has no summary, as when the tool was stopped, or the tool gave up."""
+    counts = [] if LOST in log else [int(first or second) for first, second in SUMMARY.findall(log)]
     return sum(counts) if counts else None
 
 
@@ -226,7 +227,7 @@ class Run:
             for path in (self.log, self.output):
                 text = path.read_text(errors="replace") if path.exists() else ""
                 print(f"--- {path.name}, its end\n{text[-2500:]}")
-        return count or 0, line, [f"{label} did not end, or {failure}: status {status}"] if has_failed else []
+        return count or 0, line, [f"{label} did not end, lost track, or {failure}: status {status}"] if has_failed else []
 
 
 def start(

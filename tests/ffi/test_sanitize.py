@@ -18,6 +18,7 @@ from bench import sanitize
         ("========= RACECHECK SUMMARY: 12 hazards displayed (3 errors, 9 warnings)\n", 12),
         ("========= ERROR SUMMARY: 2 errors\n========= ERROR SUMMARY: 3 errors\n", 5),
         ("========= COMPUTE-SANITIZER\n========= Invalid __global__ write\n", None),  # stopped before its summary
+        ("========= Internal Sanitizer Error: lost\n========= RACECHECK SUMMARY: 1 hazard displayed\n", None),
         ("", None),
     ],
 )
