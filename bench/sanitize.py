@@ -227,7 +227,8 @@ class Run:
             for path in (self.log, self.output):
                 text = path.read_text(errors="replace") if path.exists() else ""
                 print(f"--- {path.name}, its end\n{text[-2500:]}")
-        return count or 0, line, [f"{label} did not end, lost track, or {failure}: status {status}"] if has_failed else []
+        against = [f"{label} did not end, lost track, or {failure}: status {status}"] if has_failed else []
+        return count or 0, line, against
 
 
 def start(
