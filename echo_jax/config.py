@@ -15,8 +15,9 @@ NO_CAP = float("inf")
 
 COMPILER_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 """For the `jax.jit` of a step, as `compiler_options`: on a GPU, kernels of its graph that do not wait for each other
-run side by side. XLA launches a graph's kernels one after the other unless it is told (jax 0.11.2), and what is read
-ahead, or copied on a second stream, then hides behind nothing. Other platforms take no notice of it."""
+run side by side. As XLA makes a graph by default (jax 0.11.2) they run one after the other, and what is read ahead, or
+copied on a second stream, hides behind nothing. It costs memory: 231 MiB more of temporary buffers for 61 layers of
+DeepSeek-V3.2, 16 x 65,536 positions. A CPU takes no notice."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,13 +105,13 @@ def decode_step(
     Idle seats, and seats whose capacity is used up, take part in the shapes only: they write nothing and their logits
     mean nothing. `state` is donated. With T > 1 each token selects for itself, as if the steps had been taken one by
     one; `rollback` drops the ones that are rejected. It has compiler options of its own (`config.COMPILER_OPTIONS`),
-    which jax refuses inside another jit: call `step` there.
+    which jax refuses inside another jit or trace: call `step` there.
     """
     return step(params, state, tokens, config=config)
 
 
 def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: DecodeConfig):
-    """decode_step without its own jit, for callers who bring theirs."""
+    """decode_step without its own jit, for callers who bring theirs, with or without its compiler options."""
     model, cache = config.model, config.cache
     view = state_lib.begin_step(cache, state, tokens.shape[1])
     positions = view.positions.reshape(-1)

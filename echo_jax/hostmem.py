@@ -115,7 +115,7 @@ def read_rows(host_pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> 
     host_pool: [L, N_H, *record]    layer: i32[]     rows: i32[M]       returns [M, *record]
                                     layer: i32[G]    rows: i32[G, M]    returns [G, M, *record]
     """
-    layer = jnp.asarray(layer, jnp.int32)
+    layer, rows = jnp.asarray(layer, jnp.int32), jnp.asarray(rows)
     if layer.ndim == 0:
         _check_lists(rows=rows)
     elif layer.ndim > 1 or rows.ndim != 2 or rows.shape[0] != layer.shape[0] or rows.dtype != jnp.int32:
@@ -126,7 +126,8 @@ def read_rows(host_pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> 
     if uses_library(host_pool):
         return _ffi.read_rows(host_pool, layer, rows)
     wanted = _outside_if(rows < 0, rows, host_pool.shape[1])
-    of_layer = layer[:, None] if layer.ndim else layer
+    of_layer = _outside_if(layer < 0, layer, host_pool.shape[0])
+    of_layer = of_layer[:, None] if layer.ndim else of_layer
     return host_pool.at[of_layer, wanted].get(mode="fill", fill_value=0)
 
 

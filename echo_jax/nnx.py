@@ -157,7 +157,7 @@ class EchoStep:
         if layer.number != number:
             raise ValueError(f"layer {layer.number} was called when layer {number} was due; call each once, in order")
         shared = self.outputs[-1] if config.layer_kinds[number] == SHARED else None
-        if shared is not None and config.offload and config.read_ahead and number not in self.staged:
+        if shared is not None:
             self.read_ahead([layer])
         cache, output = echo_layer(
             config,
@@ -175,24 +175,29 @@ class EchoStep:
         self.outputs.append(output)
         return output
 
-    def read_ahead(self, layers: Sequence[EchoAttention]) -> None:
-        """Copies what shared layers miss, `recall.read_ahead`, once the full layer before them was called.
+    def read_ahead(self, layers: Iterable[EchoAttention]) -> None:
+        """Copies what shared layers miss, once the full layer before them was called (`recall.read_ahead`).
 
-        With `CacheConfig.read_ahead` a layer does so when it is called; called right behind the full layer, with every
-        layer that shares its list, the copies have until then to cross the link.
+        With `CacheConfig.read_ahead` a layer does so when it is called; told right behind the full layer, with all
+        layers that share its list, the copies have until then to cross the link, if kernels of the graph may run side
+        by side. nnx.jit takes no compiler options (flax 0.12): XLA_FLAGS has to say
+        --xla_gpu_command_buffer_scheduling_mode=CONCURRENT. Nothing is copied without that setting of the cache, in a
+        resident one, or twice.
         """
-        config, host_pool = self.worker.config, self.worker.host_pool.get_value()
+        config, held = self.worker.config, {layer.number: layer for layer in layers}
         full = [number for number in range(len(self.layers)) if config.layer_kinds[number] != SHARED]
         sharers = [number for number in config.sharers_of(full[-1]) if number >= len(self.layers)] if full else []
-        numbers = [layer.number for layer in layers]
-        if host_pool is None or not set(numbers) <= set(sharers):
+        if not set(held) <= set(sharers):
             raise ValueError(
-                f"layers {numbers} cannot read ahead; of a resident cache none can, else those that share the list of "
-                f"the last full layer and were not called yet: {sharers}"
+                f"layers {[*held]} were to read ahead where {sharers} can: those that share the list of the last full "
+                "layer that was called, and were not called yet; say it right behind that layer"
             )
-        theirs, last = {layer.number: layer.cache.get_value() for layer in layers}, self.outputs[full[-1]]
-        selected, recalled = last.selection.positions, last.moved.recalled
-        self.staged |= recall.read_ahead(config, theirs, host_pool, self.view, selected, after=recalled)
+        theirs = {number: layer.cache.get_value() for number, layer in held.items() if number not in self.staged}
+        host_pool = self.worker.host_pool.get_value()
+        if theirs and host_pool is not None and config.read_ahead:
+            last = self.outputs[full[-1]]
+            selected, recalled = last.selection.positions, last.moved.recalled
+            self.staged |= recall.read_ahead(config, theirs, host_pool, self.view, selected, after=recalled)
 
     def finish(self) -> None:
         """Writes the new records of all layers to the host in one call; lengths and clock move on."""

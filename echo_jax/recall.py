@@ -96,11 +96,12 @@ def read_ahead(
     this step and not resident in that layer, each once; at most S of a seat, the lowest positions first.
 
     The copies wait for `after`, a count i32[] of what should cross the link first: the rows that the full layer itself
-    recalls, which somebody waits for. They run beside what follows if the graph may (`config.COMPILER_OPTIONS`). One
-    call for all layers: one each XLA would put where it is needed, into memory that others must have done with.
+    recalls, which somebody waits for. (Where jnp keeps the maps that count is there before those rows are.) They run
+    beside what follows if the graph may (`config.COMPILER_OPTIONS`). One call for all layers, for which the first of
+    them waits: one each XLA would put where it is needed, into memory that others must have done with.
     """
     seats, capacity = view.rows.shape
-    if config.staging == 0:
+    if config.staging == 0 or not layers:
         return dict.fromkeys(layers, no_staging(config, seats))
     # By the list, not by position: K entries of a query where a context has a hundred thousand.
     listed = jnp.where(selected == NO_POSITION, capacity, selected).reshape(seats, -1)

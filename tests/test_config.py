@@ -119,6 +119,12 @@ def test_a_configuration_serves_as_a_static_argument():
     assert again != CONFIG
 
 
+def test_who_shares_a_list():
+    kinds = ("full", "shared", "shared", "full", "full", "shared")
+    config = dataclasses.replace(CONFIG, layer_kinds=kinds)
+    assert [[*config.sharers_of(layer)] for layer in range(6)] == [[1, 2], [], [], [], [5], []]
+
+
 def test_sizes_by_hand():
     assert (CONFIG.num_layers, CONFIG.pages, CONFIG.pages_per_seat, CONFIG.pool_rows) == (3, 10, 4, 36)
     # Records: 3 layers x 36 slots x 1152. Keys: 2 full layers x 640 rows x 132. Maps: 3 x (4 x 640 + 9 x 36).

@@ -7,6 +7,7 @@ prefixes, a cancelled request, a reused seat and rejected tokens, under eviction
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 
 from echo_jax import decode, prefill
 from echo_jax import state as state_lib
+from echo_jax.config import COMPILER_OPTIONS
 from echo_jax.types import NO_POSITION
 from tests import scenarios
 
@@ -149,6 +151,17 @@ def start(config, prompt, seats=(0, 2)):
         state, output = prefill.prefill(scenarios.parameters(), state, part, seat, config=config)
         outputs.append(output)
     return state, outputs
+
+
+def test_steps_bring_their_compiler_options():
+    """By what jax says where a function with options of its own is called inside another."""
+    config, params = scenarios.cache(PLAIN, offload=True), scenarios.parameters()
+    state = jax.eval_shape(lambda: state_lib.create(dataclasses.replace(config.cache, host_memory="jnp")))
+    seats, refused = jnp.zeros((3,), jnp.int32), pytest.raises(ValueError, match=re.escape(str(COMPILER_OPTIONS)))
+    with refused:
+        jax.eval_shape(lambda state: decode.decode_step(params, state, seats[:, None], config=config), state)
+    with refused:
+        jax.eval_shape(lambda state: decode.decode_many(params, state, seats, seats, config=config, steps=2), state)
 
 
 def test_decode_many_is_decode_step_repeated(prompt):

@@ -31,9 +31,9 @@ SETTING = dict(
 class Model(nnx.Module):
     """Somebody's model around EchoAttention: all else is plain parameters and functions."""
 
-    def __init__(self, config: DsaConfig, params: dsa.Params, ahead: tuple[int, ...] = ()):
+    def __init__(self, config: DsaConfig, params: dsa.Params, ahead: tuple[tuple[int, ...], ...] = ()):
         self.config = config
-        self.ahead = ahead  # layers that read ahead as soon as the first one was called
+        self.ahead = ahead  # layers that are told to read ahead as soon as the first one was called, one call each
         self.layers = nnx.List([EchoAttention(config, n, weights=w) for n, w in enumerate(params["layers"])])
         others = [{name: w[name] for name in ("input_norm", "post_norm", "mlp")} for w in params["layers"]]
         self.others = nnx.Param(
@@ -47,20 +47,20 @@ class Model(nnx.Module):
         for layer, weights in zip(self.layers, others["layers"], strict=True):
             x = dsa.rms_norm(hidden, weights["input_norm"], config.rms_norm_eps)
             hidden = hidden + layer(x.reshape(*tokens.shape, -1), step).reshape(hidden.shape)
-            if layer.number == 0 and self.ahead:
-                step.read_ahead([self.layers[number] for number in self.ahead])
+            for numbers in self.ahead if layer.number == 0 else ():
+                step.read_ahead(self.layers[number] for number in numbers)
             x = dsa.rms_norm(hidden, weights["post_norm"], config.rms_norm_eps)
             hidden = lax.optimization_barrier(hidden + dsa.mlp(weights["mlp"], x))
         step.finish()
         return dsa.logits(others, hidden, config).reshape(*tokens.shape, -1), step.outputs
 
 
-@pytest.mark.parametrize("ahead", [None, (1,)], ids=["", "read_ahead"])
+@pytest.mark.parametrize("ahead", [None, ((1,), (2, 1))], ids=["", "read_ahead"])
 def test_bits_and_cache_are_those_of_decode_step_in_place(ahead):
     """Under pressure, with shared layers, a seat that starts late and one that ends: every output of every step and
-    the whole cache at the end. Pools keep their place, and one trace serves it all. Of two shared layers one reads
-    ahead when it is told to, the other when it is called: what is staged and of use does not depend on that."""
-    of_model = MODEL if ahead is None else dataclasses.replace(MODEL, **layers_like(("full", "shared", "shared")))
+    the whole cache at the end. Pools keep their place, and one trace serves it all. Of three shared layers one is told
+    twice to read ahead, one once, and one does when it is called: what is staged and of use does not depend on that."""
+    of_model = MODEL if ahead is None else dataclasses.replace(MODEL, **layers_like(("full",) + ("shared",) * 3))
     config, params = scenarios.cache(SETTING, offload=True, model=of_model), scenarios.parameters(of_model)
     config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, read_ahead=ahead is not None))
     cache, model, traces = config.cache, Model(of_model, jax.tree.map(jnp.copy, params), ahead or ()), []
@@ -145,8 +145,20 @@ def test_layers_out_of_order_are_refused():
         step.attend(layers[1], LayerInputs(jnp.zeros(0), jnp.zeros(0)))
     with pytest.raises(ValueError, match="0 of 2 layers were called; call all before finish"):
         step.finish()
-    with pytest.raises(ValueError, match=r"layers \[1\] cannot read ahead; of a resident cache .* called yet: \[\]"):
+    with pytest.raises(ValueError, match=r"layers \[1\] were to read ahead where \[\] can: .* right behind that layer"):
         step.read_ahead(layers[1:])
+    step.read_ahead([])
+
+
+@pytest.mark.parametrize("changes", [{"offload": False, "read_ahead": True}, {"read_ahead": False}], ids=str)
+def test_nothing_is_read_ahead_where_nothing_can_be_or_nobody_asked(changes):
+    """The resident run is the same model with another configuration, so a call that has nothing to do is no error."""
+    config = scenarios.cache(SETTING, offload=True, model=MODEL)
+    config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, **changes))
+    model = Model(MODEL, scenarios.parameters(MODEL), ((1,),))
+    worker = EchoWorker(config.cache, model.layers)
+    outputs = nnx.eval_shape(lambda model, worker: model(jnp.zeros((3, 1), jnp.int32), worker)[1], model, worker)
+    assert len(outputs) == 2
 
 
 def test_the_example_in_the_docstring_runs():

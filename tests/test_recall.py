@@ -216,6 +216,13 @@ def test_nothing_is_read_ahead_where_nothing_is_selected_or_all_is_there():
     assert (np.asarray(check_read_ahead(first_four, [40, 20, 12], there).rows) == NO_ROW).all()
 
 
+def test_no_layer_and_no_staging_read_nothing_ahead():
+    view, selected = view_of([40, 20, 12]), jnp.zeros((SEATS, T, K), jnp.int32)
+    assert read_ahead(CONFIG, {}, HOST, view, selected) == {}
+    config = dataclasses.replace(CONFIG, staging=0)
+    assert read_ahead(config, {1: layer_state([])}, HOST, view, selected)[1].rows.shape == (SEATS, 0)
+
+
 def test_pages_without_a_row_are_not_read_ahead():
     rows = np.arange(SEATS * P).reshape(SEATS, P)
     rows[1, 2:] = NO_ROW

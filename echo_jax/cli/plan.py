@@ -166,12 +166,14 @@ def prefill_bytes(config: DecodeConfig) -> int:
 
 
 def decode_bytes(config: DecodeConfig) -> int:
-    """An estimate: decoded keys and index products of every seat in one layer, staging, and the gathered records."""
+    """An estimate: decoded keys and index products of every seat in one layer, staging (of all layers that share a list
+    at once, where they read ahead), and the gathered records."""
     model, cache = config.model, config.cache
     queries = cache.seats * cache.tokens_per_step
     keys = 4 * cache.seats * cache.capacity * cache.keys.width
     products = 4 * queries * 2 * (model.index_heads + 1) * cache.capacity
-    staged = cache.seats * cache.staging * cache.records.bytes_per_row if cache.offload else 0
+    together = max(len(cache.sharers_of(layer)) for layer in range(cache.num_layers)) if cache.read_ahead else 0
+    staged = max(together, 1) * cache.seats * cache.staging * cache.records.bytes_per_row if cache.offload else 0
     gathered = queries * cache.top_k * (cache.records.bytes_per_row + 4 * (model.record_width + model.num_heads))
     return max(keys + products, gathered) + staged
 

@@ -65,7 +65,7 @@ class PoolOptions:
     )
 
     read_ahead: bool = option(
-        "copy what a layer that shares its selected set misses while the layers before it compute",
+        "copy what layers that share a selected set miss as soon as the set is known, beside all that comes between",
         False,
         group="prefetch and eviction",
     )

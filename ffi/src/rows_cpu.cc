@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "echo_ffi/rows.h"
@@ -15,14 +16,12 @@
 
 namespace echo_ffi {
 
-ffi::Error CheckLayer(const char* target, int64_t layer, int64_t layers) {
-  if (layer >= 0 && layer < layers) return ffi::Error::Success();
-  return Refuse(target, ": layer is ", layer, " but host_pool holds layers 0 to ", layers - 1);
-}
-
 ffi::Error ReadLayer(const char* target, Numbers layer, int64_t layers, int64_t* value) {
   *value = layer.typed_data()[0];
-  return CheckLayer(target, *value, layers);
+  if (*value < 0 || *value >= layers) {
+    return Refuse(target, ": layer is ", *value, " but host_pool holds layers 0 to ", layers - 1);
+  }
+  return ffi::Error::Success();
 }
 
 ffi::Error RecallOnCpu(const char* target, const RecallViews& views, int64_t layer, int64_t count) {
@@ -80,7 +79,12 @@ ffi::Error ReadRows(ffi::AnyBuffer pool_buffer, Numbers layer_numbers, Numbers r
   Pool pool;
   ECHO_RETURN_IF_ERROR(ViewReadRows(kTarget, pool_buffer, layer_numbers, rows_list, result, &pool, &out));
   const ffi::Span<const int32_t> layers(layer_numbers.typed_data(), layer_numbers.element_count());
-  for (const int32_t layer : layers) ECHO_RETURN_IF_ERROR(CheckLayer(kTarget, layer, pool.layers));
+  for (size_t index = 0; index < layers.size(); ++index) {
+    if (layers[index] >= 0 && layers[index] < pool.layers) continue;
+    const std::string which = layer_numbers.dimensions().size() == 0 ? "" : "[" + std::to_string(index) + "]";
+    return Refuse(kTarget, ": layer", which, " is ", layers[index], " but host_pool holds layers 0 to ",
+                  pool.layers - 1);
+  }
   const ffi::Span<const int32_t> rows(rows_list.typed_data(), rows_list.element_count());
   ECHO_RETURN_IF_ERROR(CheckRange(kTarget, "rows", rows, "host_pool", pool.rows));
   const size_t of_layer = rows.size() / std::max<size_t>(layers.size(), 1);

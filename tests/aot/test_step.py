@@ -104,6 +104,29 @@ def copies_of(compiled: Compiled, shape: tuple[int, ...]) -> list[str]:
     return re.findall(rf"^.*{dimensions}\S* copy(?:-start)?\(.*$", compiled.text, flags=re.MULTILINE)
 
 
+def operands_of(compiled: Compiled) -> dict[str, tuple[str, list[str]]]:
+    """Of every instruction of the step, by name: the custom call's target, if it is one, and the names it reads."""
+    entry = compiled.text[compiled.text.index("ENTRY") :]
+    instructions = re.findall(r"^ +(?:ROOT )?%?(\S+) = (.*)$", entry, flags=re.MULTILINE)
+    names = {name for name, _ in instructions}
+    found = {}
+    for name, text in instructions:
+        target = re.search(r'custom_call_target="(\w+)"', text)
+        read = [word for word in re.findall(r"[\w.\-]+", text.partition("metadata=")[0]) if word in names]
+        found[name] = (target[1] if target else "", read)
+    return found
+
+
+def targets_before(compiled: Compiled, name: str) -> set[str]:
+    """Targets of the custom calls that an instruction waits for, near and far."""
+    operands, seen, left = operands_of(compiled), {name}, [name]
+    while left:
+        new = set(operands[left.pop()][1]) - seen
+        seen |= new
+        left += new
+    return {operands[other][0] for other in seen - {name}}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_step_is_one_graph_in_place(variant):
     config = configure(**VARIANTS[variant])
@@ -135,6 +158,9 @@ def test_the_step_is_one_graph_in_place(variant):
         lists = sum(len(config.cache.sharers_of(layer)) > 0 for layer in range(layers))
         ahead = (full if separate else 0) + (lists if config.cache.read_ahead else 0)
         assert calls.count("echo_read_rows") == ahead
+        if ahead and variant == "read_ahead":  # the copies wait for what the full layer recalls
+            reads = [name for name, called in operands_of(compiled).items() if called[0] == "echo_read_rows"]
+            assert sum("echo_require" in targets_before(compiled, name) for name in reads) == lists
         beside = re.findall(r"kAsyncStart .*stream=computation_stream\[1\]", compiled.thunks)
         assert len(beside) == (ahead if config.cache.prefetch_implementation == "second_stream" else 0)
 
@@ -194,7 +220,10 @@ def test_eight_gpus_under_shard_map():
         check_vma=False,
     )
     compiled = compile_for_h200(
-        step, replicated, states, whole(tokens, PartitionSpec("worker")), donate_argnums=1, devices=workers
+        *(step, replicated, states, whole(tokens, PartitionSpec("worker"))),
+        donate_argnums=1,
+        devices=workers,
+        flags=COMPILER_OPTIONS,
     )
     assert top_level(compiled) == ["kCommandBuffer"]
     assert compiled.memory.host_temp_size_in_bytes == 0

@@ -1,5 +1,6 @@
 """`echo-jax plan`: the bill against numbers worked out by hand, without any device."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -102,6 +103,15 @@ def test_bill_is_what_the_state_takes():
     assert bill["threshold memory"] == sum(leaf.nbytes for leaf in jax.tree.leaves(thresholds))
     assert bill["page tables"] == sum(leaf.nbytes for leaf in jax.tree.leaves((state.tables, state.step)))
     assert state.host_pool is not None and bill["host pool"] == state.host_pool.nbytes
+
+
+def test_layers_that_read_ahead_hold_their_staging_together():
+    kinds = ("full", "shared", "shared", "full", "shared")
+    model = dataclasses.replace(PRESETS["tiny"], layer_kinds=kinds, mlp_kinds=("dense",) * len(kinds))
+    config = PoolOptions(cap=8).decode_config(model, seats=2, capacity=256)
+    ahead = dataclasses.replace(config, cache=dataclasses.replace(config.cache, read_ahead=True))
+    one = 2 * 8 * config.cache.records.bytes_per_row
+    assert plan.decode_bytes(ahead) - plan.decode_bytes(config) == one
 
 
 @pytest.mark.slow

@@ -245,7 +245,7 @@ WRONG_CALLS = {
     "read_layer": (lambda: _ffi.read_rows(pool(POOL), jnp.int32(9), numbers(0)), "layer is 9"),
     "read_second_layer": (
         lambda: _ffi.read_rows(pool(POOL), numbers(0, -1), numbers(0, 1).reshape(2, 1)),
-        "layer is -1 but host_pool holds layers 0 to 1",
+        "layer[1] is -1 but host_pool holds layers 0 to 1",
     ),
     "read_uneven": (
         lambda: _ffi.read_rows(pool(POOL), numbers(0, 1), numbers(0, 1, 2)),

@@ -68,9 +68,9 @@ def test_read_rows(pool_of, record, lists):
         result = read(pool, layer, on_device(rows))
         assert_same_bytes(result, loops.read_rows(values, layer, rows))
         assert hostmem.memory_of(result) is hostmem.HostMemory.ORDINARY
-    # A list in each of several layers, one of them twice: the next list continues the run of the last.
-    layers = numbers(1, 0, 1)
-    lists = np.stack([rows, np.where(rows < 0, rows, HOST_ROWS - 1 - rows), rows])
+    # A list in each of several layers, one of them twice; rows of the second continue a run that ends the first.
+    layers, last = numbers(1, 0, 1), rows[-1] if len(rows) else 0
+    lists = np.stack([rows, (last + 1 + np.arange(len(rows), dtype=np.int32)) % HOST_ROWS, rows])
     expected = np.stack([loops.read_rows(values, layer, each) for layer, each in zip(layers, lists, strict=True)])
     assert_same_bytes(read(pool, on_device(layers), on_device(lists)), expected)
 
