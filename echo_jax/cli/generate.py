@@ -150,9 +150,24 @@ def _prepare(options: GenerateOptions, prompts: list[Prompt]) -> _Job:
     config = options.decode_config(model, **sizes)
     check_requests(config, [prompt.tokens for prompt in prompts], options.max_new_tokens)
     memory = hostmem.choose(implementation=options.host_memory)
+    _refuse_absent_kernels(options, memory, jax.default_backend())
     stop_tokens = () if options.ignore_eos else end_token_ids(folder)
     model, params = load_folder(folder, dtype=parameter_dtype(options.dtype))
     return _Job(options, options.decode_config(model, **sizes), params, prompts, sampling, stop_tokens, memory)
+
+
+def _refuse_absent_kernels(options: GenerateOptions, memory: hostmem.HostMemory, platform: str) -> None:
+    """A kernel that was asked for by name, where jax computes without a GPU."""
+    if platform == "gpu":
+        return
+    for name, asked in (("--scores", options.scores), ("--attend", options.attend)):
+        if asked == "mosaic_gpu":
+            raise InputError(f"{name} is {asked}, a kernel for Hopper GPUs, but jax runs on {platform}; leave it out")
+    if options.prefetch == "fused" and memory is hostmem.HostMemory.PINNED:
+        raise InputError(
+            f"--prefetch is fused, a kernel for Hopper GPUs, but jax runs on {platform}, where its plain form reads no "
+            "pinned memory; add --host-memory jnp, or leave it out"
+        )
 
 
 def _run(job: _Job, config: DecodeConfig, name: str, printer: Printer | None) -> Generation:
