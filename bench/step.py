@@ -319,7 +319,7 @@ def step(context: int = 16384, misses: int = 40) -> None:
 
 
 def shared(seats: int = 32, context: int = 98_304, misses_of_seat: int = 64) -> None:
-    """GLM's pattern, a layer: rows of shared layers recalled by each, or read ahead beside the maths since the list."""
+    """GLM's pattern, a layer: rows of shared layers recalled by each, or read ahead beside the maths."""
     kinds = ("full", "shared", "shared", "shared")
     ahead = {"offload": True, "read_ahead": True, "staging": 2 * misses_of_seat}
     ways = {

@@ -172,8 +172,8 @@ def decode_bytes(config: DecodeConfig) -> int:
     queries = cache.seats * cache.tokens_per_step
     keys = 4 * cache.seats * cache.capacity * cache.keys.width
     products = 4 * queries * 2 * (model.index_heads + 1) * cache.capacity
-    together = max(len(cache.sharers_of(layer)) for layer in range(cache.num_layers)) if cache.read_ahead else 0
-    staged = max(together, 1) * cache.seats * cache.staging * cache.records.bytes_per_row if cache.offload else 0
+    together = max([1, *(len(cache.sharers_of(layer)) for layer in range(cache.num_layers) if cache.read_ahead)])
+    staged = together * cache.seats * cache.staging * cache.records.bytes_per_row if cache.offload else 0
     gathered = queries * cache.top_k * (cache.records.bytes_per_row + 4 * (model.record_width + model.num_heads))
     return max(keys + products, gathered) + staged
 

@@ -16,12 +16,24 @@
 
 namespace echo_ffi {
 
-ffi::Error ReadLayer(const char* target, Numbers layer, int64_t layers, int64_t* value) {
-  *value = layer.typed_data()[0];
-  if (*value < 0 || *value >= layers) {
-    return Refuse(target, ": layer is ", *value, " but host_pool holds layers 0 to ", layers - 1);
+namespace {
+
+// Of a scalar or of a list, whose entries are named by their place.
+ffi::Error CheckLayers(const char* target, Numbers numbers, int64_t layers) {
+  for (size_t index = 0; index < numbers.element_count(); ++index) {
+    const int32_t layer = numbers.typed_data()[index];
+    if (layer >= 0 && layer < layers) continue;
+    const std::string place = numbers.dimensions().size() == 0 ? "" : "[" + std::to_string(index) + "]";
+    return Refuse(target, ": layer", place, " is ", layer, " but host_pool holds layers 0 to ", layers - 1);
   }
   return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error ReadLayer(const char* target, Numbers layer, int64_t layers, int64_t* value) {
+  *value = layer.typed_data()[0];
+  return CheckLayers(target, layer, layers);
 }
 
 ffi::Error RecallOnCpu(const char* target, const RecallViews& views, int64_t layer, int64_t count) {
@@ -79,12 +91,7 @@ ffi::Error ReadRows(ffi::AnyBuffer pool_buffer, Numbers layer_numbers, Numbers r
   Pool pool;
   ECHO_RETURN_IF_ERROR(ViewReadRows(kTarget, pool_buffer, layer_numbers, rows_list, result, &pool, &out));
   const ffi::Span<const int32_t> layers(layer_numbers.typed_data(), layer_numbers.element_count());
-  for (size_t index = 0; index < layers.size(); ++index) {
-    if (layers[index] >= 0 && layers[index] < pool.layers) continue;
-    const std::string which = layer_numbers.dimensions().size() == 0 ? "" : "[" + std::to_string(index) + "]";
-    return Refuse(kTarget, ": layer", which, " is ", layers[index], " but host_pool holds layers 0 to ",
-                  pool.layers - 1);
-  }
+  ECHO_RETURN_IF_ERROR(CheckLayers(kTarget, layer_numbers, pool.layers));
   const ffi::Span<const int32_t> rows(rows_list.typed_data(), rows_list.element_count());
   ECHO_RETURN_IF_ERROR(CheckRange(kTarget, "rows", rows, "host_pool", pool.rows));
   const size_t of_layer = rows.size() / std::max<size_t>(layers.size(), 1);

@@ -117,9 +117,9 @@ def operands_of(compiled: Compiled) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def targets_before(compiled: Compiled, name: str) -> set[str]:
-    """Targets of the custom calls that an instruction waits for, near and far."""
-    operands, seen, left = operands_of(compiled), {name}, [name]
+def targets_before(operands: dict[str, tuple[str, list[str]]], name: str) -> set[str]:
+    """Targets of the custom calls that an instruction of `operands_of` waits for, near and far."""
+    seen, left = {name}, [name]
     while left:
         new = set(operands[left.pop()][1]) - seen
         seen |= new
@@ -158,9 +158,10 @@ def test_the_step_is_one_graph_in_place(variant):
         lists = sum(len(config.cache.sharers_of(layer)) > 0 for layer in range(layers))
         ahead = (full if separate else 0) + (lists if config.cache.read_ahead else 0)
         assert calls.count("echo_read_rows") == ahead
-        if ahead and variant == "read_ahead":  # the copies wait for what the full layer recalls
-            reads = [name for name, called in operands_of(compiled).items() if called[0] == "echo_read_rows"]
-            assert sum("echo_require" in targets_before(compiled, name) for name in reads) == lists
+        if variant == "read_ahead":  # the copies wait for what the full layer recalls
+            operands = operands_of(compiled)
+            reads = [name for name, (target, _) in operands.items() if target == "echo_read_rows"]
+            assert sum("echo_require" in targets_before(operands, name) for name in reads) == lists
         beside = re.findall(r"kAsyncStart .*stream=computation_stream\[1\]", compiled.thunks)
         assert len(beside) == (ahead if config.cache.prefetch_implementation == "second_stream" else 0)
 
