@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from echo_jax.decode import decode_many as decode_many
     from echo_jax.decode import decode_step as decode_step
     from echo_jax.engine import generate as generate
+    from echo_jax.fingerprint import model_fingerprint as model_fingerprint
     from echo_jax.formats import KeyFormat as KeyFormat
     from echo_jax.formats import RecordFormat as RecordFormat
     from echo_jax.layer import LayerInputs as LayerInputs
@@ -36,6 +37,7 @@ _NAMES = {
     "config": ("COMPILER_OPTIONS", "CacheConfig"),
     "decode": ("DecodeConfig", "cache_config", "decode_many", "decode_step"),
     "engine": ("generate",),
+    "fingerprint": ("model_fingerprint",),
     "formats": ("KeyFormat", "RecordFormat"),
     "layer": ("LayerInputs", "echo_layer"),
     "prefill": ("prefill_chunk",),
@@ -54,5 +56,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'echo_jax' has no attribute {name!r}")
 
 
+__all__ = [*_ROOMS, *_ROOM_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS, *_ROOM_OF])
+    return sorted({*globals(), *__all__})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from echo_jax import _ffi
+from echo_jax import _ffi, checks
 from echo_jax.formats import KeyFormat, RecordFormat
 from echo_jax.types import PAGE, EvictionPolicy, ThresholdPolicy
 
@@ -54,11 +54,26 @@ class CacheConfig:
     warm_windows: int = 0  # queries at a prompt's end whose selected rows are recalled before decoding starts
 
     def __post_init__(self):
+        self._check_policies()
         self._check_sizes()
         if self.offload:
             self._check_pool()
 
+    def _check_policies(self):
+        checks.policy("threshold", self.threshold, ("init", "update", "value"), "Ema(0.5)")
+        checks.policy("eviction", self.eviction, ("touch", "rebase"), "Lru()")
+
     def _check_sizes(self):
+        for name in (
+            *("seats", "capacity", "host_rows", "device_slots", "top_k", "tokens_per_step"),
+            *("staging", "chunk", "block", "warm_windows"),
+        ):
+            checks.whole(name, getattr(self, name))
+        if not isinstance(self.prefetch_per_position, int | float) or isinstance(self.prefetch_per_position, bool):
+            raise ValueError(
+                f"prefetch_per_position is {self.prefetch_per_position!r} but must be a number, the rows that a seat "
+                "may prefetch for each position of its context"
+            )
         for name in ("seats", "capacity", "host_rows", "device_slots", "top_k", "tokens_per_step"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)} but must be at least 1")
@@ -98,13 +113,18 @@ class CacheConfig:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
 
-    def _check_pool(self):
-        needed = self.seats * self.tokens_per_step * (self.top_k + 1)
-        if self.device_slots < needed:
+    def check_step(self, tokens: int):
+        """Refuses a step of `tokens` new tokens per seat whose rows the device pool could not hold together."""
+        checks.whole("tokens per seat", tokens, least=1)
+        needed = self.seats * tokens * (self.top_k + 1)
+        if self.offload and self.device_slots < needed:
             raise ValueError(
-                f"device pool holds {self.device_slots} rows but B*T*(K+1) = {self.seats}*{self.tokens_per_step}*"
-                f"({self.top_k}+1) needs {needed}; raise device_slots or lower the batch"
+                f"device pool holds {self.device_slots} rows but B*T*(K+1) = {self.seats}*{tokens}*"
+                f"({self.top_k}+1) needs {needed}; raise device_slots or lower the batch or the tokens per step"
             )
+
+    def _check_pool(self):
+        self.check_step(self.tokens_per_step)
         if self.device_slots < self.warm_windows * self.top_k:
             raise ValueError(
                 f"device pool holds {self.device_slots} rows but warming {self.warm_windows} windows of {self.top_k} "

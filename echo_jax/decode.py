@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from echo_jax import recall
+from echo_jax import checks, recall
 from echo_jax import state as state_lib
 from echo_jax.config import COMPILER_OPTIONS, CacheConfig
 from echo_jax.eviction import Lru
@@ -28,7 +28,7 @@ from echo_jax.models.config import SHARED, DsaConfig
 from echo_jax.sampling import GREEDY, Sampling, sample
 from echo_jax.stats import Moved
 from echo_jax.threshold import Ema
-from echo_jax.types import PAGE, EchoState
+from echo_jax.types import NO_ROW, NO_TOKEN, PAGE, EchoState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +93,7 @@ class StepOutput(struct.PyTreeNode):
     logits: jax.Array  # f32[B, T, V]
     selected: jax.Array  # i32[L, B, T, K]  attended positions, ascending, then NO_POSITION
     digests: jax.Array  # u32[L, B, T]  fingerprints of each layer's attended outputs
+    is_full: jax.Array  # bool[B]  no room for all its tokens: those were not written, the logits mean nothing
     moved: Moved  # i32[L] each
 
 
@@ -102,10 +103,10 @@ def decode_step(
 ) -> tuple[EchoState, StepOutput]:
     """One step for every seat: tokens i32[B, T] are appended, attended from and answered.
 
-    Idle seats, and seats whose capacity is used up, take part in the shapes only: they write nothing and their logits
-    mean nothing. `state` is donated. With T > 1 each token selects for itself, as if the steps had been taken one by
-    one; `rollback` drops the ones that are rejected. It has compiler options of its own (`config.COMPILER_OPTIONS`),
-    which jax refuses inside another jit or trace: call `step` there.
+    Idle seats, and seats whose capacity is used up (`StepOutput.is_full`), take part in the shapes only: they write
+    nothing and their logits mean nothing. `state` is donated. With T > 1 each token selects for itself, as if the
+    steps had been taken one by one; `rollback` drops the ones that are rejected. It has compiler options of its own
+    (`config.COMPILER_OPTIONS`), which jax refuses inside another jit or trace: call `step` there.
     """
     return step(params, state, tokens, config=config)
 
@@ -113,7 +114,10 @@ def decode_step(
 def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: DecodeConfig):
     """decode_step without its own jit, for callers who bring theirs, with or without its compiler options."""
     model, cache = config.model, config.cache
+    checks.integers("tokens", tokens)
+    checks.shape("tokens", tokens, (cache.seats, None), "seats, new tokens per seat")
     view = state_lib.begin_step(cache, state, tokens.shape[1])
+    is_full = state.tables.active & jnp.any(view.new_rows == NO_ROW, axis=1)
     positions = view.positions.reshape(-1)
     hidden = dsa.embed(params, tokens.reshape(-1), model)
 
@@ -141,7 +145,8 @@ def step(params: dsa.Params, state: EchoState, tokens: jax.Array, *, config: Dec
 
     state = state_lib.finish_step(cache, state, layers, [output.new_records for output in outputs], view)
     logits = dsa.logits(params, hidden, model).reshape(*tokens.shape, -1)
-    return state, StepOutput(logits, *_stacked(outputs))
+    selected, digests, moved = _stacked(outputs)
+    return state, StepOutput(logits, selected, digests, is_full, moved)
 
 
 def _by_seat(inputs: dsa.AttentionInputs, shape: tuple[int, ...]) -> LayerInputs:
@@ -175,14 +180,20 @@ def decode_many(
     """`steps` steps with sampling between them, as one compiled loop: the same bits as calling decode_step.
 
     tokens i32[B] are the first inputs, seeds u32[B] each seat's own. Returns the sampled tokens i32[steps, B] and the
-    outputs of every step, stacked. Not inside another jit, as decode_step: scan over `step` there.
+    outputs of every step, stacked. From the step on in which a seat is full its tokens are NO_TOKEN. Not inside another
+    jit, as decode_step: scan over `step` there.
     """
+    checks.whole("steps", steps, least=0)
+    for name, array in (("tokens", tokens), ("seeds", seeds)):
+        checks.integers(name, array)
+        checks.shape(name, array, (config.cache.seats,), "seats")
 
     def one(carry, _):
         state, tokens = carry
         next_position = state.tables.lengths + 1
         state, output = step(params, state, tokens[:, None], config=config)
         sampled = sample(output.logits[:, 0], seeds, next_position, sampling)
+        sampled = jnp.where(output.is_full, NO_TOKEN, sampled)
         return (state, sampled), (sampled, output)
 
     (state, _), outputs = lax.scan(one, (state, tokens), None, length=steps)
@@ -206,7 +217,7 @@ def output_specs(axis: str) -> StepOutput:
     """
     first: Any = PartitionSpec(axis)
     second: Any = PartitionSpec(None, axis)
-    return StepOutput(first, second, second, Moved(*[first] * len(dataclasses.fields(Moved))))
+    return StepOutput(first, second, second, first, Moved(*[first] * len(dataclasses.fields(Moved))))
 
 
 def stack_states(states: Sequence[EchoState], mesh: Mesh, axis: str) -> EchoState:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from echo_jax import attend, indexer, recall, threshold
+from echo_jax import attend, checks, indexer, recall, threshold
 from echo_jax.config import CacheConfig
 from echo_jax.formats import Encoded, encode_step
 from echo_jax.indexer import Bound, Selection
@@ -70,7 +70,11 @@ def echo_layer(
     On return the layer's maps and pool hold every selected row. `shared` is the output of the full layer whose selected
     set this layer reuses, and `staging` what `recall.read_ahead` copied for it; without `shared` the layer scores,
     copies ahead and selects for itself, by `selector` or else the exact top-k.
+
+    Raises ValueError for a layer number that the cache does not have, for inputs of other shapes than the cache's, and
+    for a full layer without an index query. A traced layer number outside the cache reads zeros.
     """
+    check_inputs(config, state, layer, view, inputs, shared)
     if config.attend_implementation == "mosaic_gpu":  # which rounds it: where it is made, not where it is waited for
         inputs = inputs._replace(query=inputs.query.astype(jnp.bfloat16))
     # Finished values go in: what XLA fuses into projections must not depend on whether the cache is offloaded.
@@ -107,6 +111,40 @@ def echo_layer(
         state = observe(config, state, view, kth_score)
     digest = attend.digest(attended.reshape(-1, *attended.shape[2:])).reshape(attended.shape[:2])
     return state, LayerOutput(attended, selection, scores, new_records, digest, moved)
+
+
+def check_inputs(
+    config: CacheConfig,
+    state: LayerState,
+    layer: int | jax.Array,
+    view: StepView,
+    inputs: LayerInputs,
+    shared: LayerOutput | None,
+) -> None:
+    """Refuses what does not fit the cache, by name; while tracing, since all of it is shapes."""
+    checks.layer_number(layer, config.num_layers)
+    seats, tokens = view.new_rows.shape
+    each = (seats, tokens)
+    width = config.records.latent + config.records.rope
+    why = f"B {seats} seats, T {tokens} tokens of this step"
+    checks.shape("query", inputs.query, (*each, None, width), f"{why}, heads, latent and rope values of a record")
+    checks.shape("record", inputs.record, (*each, width), f"{why}, latent and rope values")
+    if shared is not None:
+        return
+    if state.index_keys is None:
+        raise ValueError(
+            f"layer {layer} is a shared layer, without index keys; pass shared=, the output of the full layer before it"
+        )
+    heads = None if inputs.index_query is None else inputs.index_query.shape[2:3]
+    for name, wanted in (
+        ("index_query", (*each, None, config.keys.width)),
+        ("index_weights", (*each, *(heads or (None,)))),
+        ("index_key", (*each, config.keys.width)),
+    ):
+        array = getattr(inputs, name)
+        if array is None:
+            raise ValueError(f"{name} is None but layer {layer} is a full layer, which scores positions for itself")
+        checks.shape(name, array, wanted, f"{why}, index heads, width of an index key")
 
 
 def encode(config: CacheConfig, state: LayerState, view: StepView, inputs: LayerInputs) -> Encoded:

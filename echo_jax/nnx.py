@@ -37,7 +37,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from echo_jax import recall
+from echo_jax import checks, recall
 from echo_jax import state as state_lib
 from echo_jax.config import CacheConfig
 from echo_jax.decode import DecodeConfig
@@ -73,6 +73,8 @@ class EchoAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, step: EchoStep) -> jax.Array:
         """x [B, T, E], the normed hidden state of the step's new tokens -> [B, T, E], to be added to the stream."""
+        wanted = (*step.view.positions.shape, self.model.hidden_size)
+        checks.shape("x", x, wanted, "seats, tokens of this step, hidden size of the model")
         weights = self.weights()
         flat, positions = x.reshape(-1, x.shape[-1]), step.view.positions.reshape(-1)
         inputs = dsa.attention_inputs(weights, flat, positions, self.model)

@@ -20,8 +20,9 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from echo_jax import attend, hostmem, indexer, pool, recall, threshold
+from echo_jax import attend, checks, hostmem, indexer, pool, recall, threshold
 from echo_jax import state as state_lib
+from echo_jax import tables as tables_lib
 from echo_jax.config import CacheConfig
 from echo_jax.decode import DecodeConfig
 from echo_jax.layer import page_numbers
@@ -58,9 +59,17 @@ def prefill_chunk(
 ) -> tuple[EchoState, PrefillOutput]:
     """Appends the first `count` of tokens i32[C] to a seat, from wherever its length is.
 
-    The seat must have been admitted with room for them. `state` is donated.
+    The seat must have been admitted with room for them: tokens beyond its room, and all tokens of a seat that is idle
+    or does not exist, are not written and their logits mean nothing (`prefill` refuses them). `state` is donated.
     """
     model, cache = config.model, config.cache
+    checks.integers("tokens", tokens)
+    checks.shape("tokens", tokens, (None,), "the tokens of one seat")
+    if tokens.shape[0] % cache.block or tokens.shape[0] == 0:
+        raise ValueError(
+            f"a chunk of {tokens.shape[0]} tokens is no multiple of the block of {cache.block}; pad it to one and say "
+            "how many are real with count"
+        )
     chunk = _open(cache, state, tokens.shape[0], seat, count)
     positions = chunk.view.positions[0]
     in_blocks = functools.partial(_in_blocks, cache.block)
@@ -109,9 +118,10 @@ class _Pick(NamedTuple):
 
 
 def _open(cache: CacheConfig, state: EchoState, length: int, seat: jax.Array, count: jax.Array) -> _Chunk:
-    view = state_lib.begin_step(cache, state, length)
+    view = state_lib.view_of(cache, state, length)
     one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, seat, keepdims=True), view._replace(step=view.lengths))
-    is_real = jnp.arange(length, dtype=jnp.int32)[None] < count
+    is_seat = (seat >= 0) & (seat < cache.seats)  # the lookup takes the nearest seat for one that does not exist
+    is_real = (jnp.arange(length, dtype=jnp.int32)[None] < count) & is_seat
     rows = jnp.where(is_real, one.new_rows, NO_ROW)
     visible = jnp.where(rows == NO_ROW, 0, one.visible)
     return _Chunk(one._replace(step=view.step, new_rows=rows, visible=visible), seat, count)
@@ -229,6 +239,29 @@ def _warm(cache: CacheConfig, state: LayerState, host_pool, layer: int, chunk: _
     return state.replace(slots=maps, records=records)
 
 
+def _checked(tokens: Sequence[int] | np.ndarray, state: EchoState, seat: int, config: DecodeConfig) -> np.ndarray:
+    """The prompt as i32[N], or ValueError."""
+    if len(tokens) == 0:
+        raise ValueError("the prompt has 0 tokens; give at least 1")
+    prompt = np.asarray(tokens)
+    checks.integers("the prompt", prompt)
+    checks.shape("the prompt", prompt, (None,), "a list of tokens")
+    outside = prompt[(prompt < 0) | (prompt >= config.model.vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"the prompt holds token {outside[0]} but the model knows 0..{config.model.vocab_size - 1}; use the "
+            "model's own tokenizer"
+        )
+    tables_lib.check_seat(state.tables, seat, must_be_active=True)
+    room = int(state.remaining()[seat])
+    if len(prompt) > room:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens but seat {seat} has room for {room} more; shorten it, or admit the "
+            "request with more positions"
+        )
+    return prompt.astype(np.int32)
+
+
 def prefill(
     params: dsa.Params,
     state: EchoState,
@@ -240,10 +273,11 @@ def prefill(
 ) -> tuple[EchoState, PrefillOutput]:
     """Runs a whole prompt, tokens i32[N] on the host, through prefill_chunk; returns the state and the last output.
 
-    progress, if given, is called after every chunk with the number of tokens done and the chunk's output.
+    progress, if given, is called after every chunk with the number of tokens done and the chunk's output. Raises
+    ValueError, changing nothing, for an empty prompt, a token outside the vocabulary, a seat that is idle or does not
+    exist, and a prompt that is longer than the room of its seat.
     """
-    if len(tokens) == 0:
-        raise ValueError("the prompt has 0 tokens; give at least 1")
+    tokens = _checked(tokens, state, seat, config)
     chunk = config.cache.chunk
     for start in range(0, len(tokens), chunk):
         part = np.zeros((chunk,), np.int32)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from echo_jax import eviction, hostmem, pool, tables, threshold
+from echo_jax import checks, eviction, hostmem, pool, tables, threshold
 from echo_jax.config import CacheConfig
 from echo_jax.recall import StepView
 from echo_jax.types import NO_PAGE, NO_ROW, PAGE, EchoState, LayerState, ThresholdPolicy
@@ -72,8 +72,19 @@ def opened(config: CacheConfig, device: Any = None) -> Iterator[list[EchoState]]
 
 
 def begin_step(config: CacheConfig, state: EchoState, tokens_per_seat: int | None = None) -> StepView:
-    """Reads the tables once for a step of T tokens per seat."""
-    positions, new_rows = tables.new_rows(state.tables, tokens_per_seat or config.tokens_per_step)
+    """Reads the tables once for a step of T tokens per seat, `config.tokens_per_step` unless told.
+
+    Raises ValueError for a T whose rows the device pool cannot hold together, and for a state of other sizes.
+    """
+    tokens = config.tokens_per_step if tokens_per_seat is None else tokens_per_seat
+    config.check_step(tokens)
+    return view_of(config, state, tokens)
+
+
+def view_of(config: CacheConfig, state: EchoState, tokens: int) -> StepView:
+    """`begin_step` without its question to the device pool, for a prompt's chunk, whose rows do not go through it."""
+    checks.shape("page_table", state.tables.page_table, (config.seats, config.pages_per_seat), "seats, pages of a seat")
+    positions, new_rows = tables.new_rows(state.tables, tokens)
     return StepView(
         rows=tables.rows_of_positions(state.tables),
         lengths=state.tables.lengths,
@@ -91,7 +102,16 @@ def finish_step(
     new_records: list[jax.Array],
     view: StepView,
 ) -> EchoState:
-    """Ends a step: new_records, one [B, T, *record] a layer, go to the host; lengths and clock move on."""
+    """Ends a step: new_records, one [B, T, *record] a layer, go to the host; lengths and clock move on.
+
+    Raises ValueError unless there is one state and one array of new records for every layer.
+    """
+    for name, held in (("layers", layers), ("new_records", new_records)):
+        if len(held) != config.num_layers:
+            raise ValueError(f"{name} holds {len(held)} layers but the cache has {config.num_layers}; give each once")
+    for number, records in enumerate(new_records):
+        wanted = (*view.new_rows.shape, *config.records.shape)
+        checks.shape(f"new_records[{number}]", records, wanted, "seats, tokens of this step, stored record")
     written = jnp.sum(view.new_rows != NO_ROW, axis=1, dtype=jnp.int32)
     return close(config, state, layers, new_records, view.new_rows.reshape(-1), written)
 
@@ -142,7 +162,7 @@ def admit(config: CacheConfig, state: EchoState, seat: int, positions: int, shar
     """
     tables.check_seat(state.tables, seat, must_be_active=False)
     needed = tables.pages_for(state.tables, positions)
-    shared_pages = np.asarray(shared_pages, np.int32)
+    shared_pages = np.asarray([checks.whole("shared page", page) for page in shared_pages], np.int32)
     tables.check_shared_pages(state.tables, shared_pages, needed)
     tables.check_free_pages(state.tables, needed - len(shared_pages))
     padded = np.full((config.pages_per_seat,), NO_PAGE, np.int32)
@@ -176,7 +196,7 @@ def fork(config: CacheConfig, state: EchoState, parent: int, child: int, positio
     tables.check_seat(state.tables, parent, must_be_active=True)
     tables.check_seat(state.tables, child, must_be_active=False)
     length = int(state.tables.lengths[parent])
-    if positions < length:
+    if checks.whole("positions", positions) < length:
         raise ValueError(
             f"a fork of {positions} positions cannot hold its parent's {length}; raise the child's positions"
         )
@@ -244,7 +264,7 @@ def uncache(config: CacheConfig, state: EchoState, pages) -> EchoState:
     cached = np.asarray(state.tables.page_cached)
     chosen = np.zeros((config.pages,), bool)
     for page in pages:
-        if not 0 <= page < config.pages or not cached[page]:
+        if not 0 <= checks.whole("page", page) < config.pages or not cached[page]:
             raise ValueError(f"page {page} is not cached; only cached pages can be dropped")
         chosen[page] = True
     return state.replace(tables=tables.uncache(state.tables, jnp.asarray(chosen)))
@@ -253,9 +273,10 @@ def uncache(config: CacheConfig, state: EchoState, pages) -> EchoState:
 def rollback(config: CacheConfig, state: EchoState, lengths) -> EchoState:
     """Drops the newest rows of every seat, down to lengths i32[B], from tables and maps: what speculative decoding
     does with rejected tokens. Refuses to lengthen, and to touch a page that another request shares."""
-    lengths = np.asarray(lengths, np.int32)
+    checks.integers("lengths", lengths)
+    lengths = np.asarray(lengths, np.int64)
     tables.check_rollback(state.tables, lengths)
-    return _rollback(state, lengths, slot_manager=config.slot_manager)
+    return _rollback(state, lengths.astype(np.int32), slot_manager=config.slot_manager)
 
 
 @_donated_with_manager

@@ -1,8 +1,8 @@
 """A cache on disk: saved between two steps, restored later, continued bit for bit.
 
-Knows orbax, the leaves of a state and the choices that give them their meaning. Knows no model: whoever restores a
-cache brings the parameters it was filled with. Nothing is left out: page tables, slot maps, records, index keys with
-their scales, the memory of the threshold policies, the clock, the host pool.
+Knows orbax, the leaves of a state and the choices that give them their meaning. Knows no model but its fingerprint: the
+caller brings the parameters, and a cache that another model filled is refused. Nothing is left out: page tables, slot
+maps, records, index keys with their scales, the memory of the threshold policies, the clock, the host pool.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echo_jax import state as state_lib
 from echo_jax.config import CacheConfig
 from echo_jax.types import PAGE, EchoState
 
-HOST_POOL = "host_pool"
+HOST_POOL, MODEL = "host_pool", "model"
 
 FREE_FIELDS = frozenset(
     {
@@ -44,9 +44,12 @@ FREE_FIELDS = frozenset(
 """What a cache may be restored with anew: these decide how rows move and arrive, not what the saved arrays mean."""
 
 
-def save_state(path: str | Path, state: EchoState, config: CacheConfig, *, overwrite: bool = False) -> None:
+def save_state(
+    path: str | Path, state: EchoState, config: CacheConfig, *, model: str | None = None, overwrite: bool = False
+) -> None:
     """Writes one worker's state to the folder `path`, which appears whole or not at all; the state stays usable.
 
+    model: `model_fingerprint(params, config)` of the model that filled the cache, which `restore_state` then asks for.
     Of several workers (`decode.unstack_states`) each has a folder of its own. Raises FileExistsError for an existing
     folder unless `overwrite`.
     """
@@ -54,13 +57,24 @@ def save_state(path: str | Path, state: EchoState, config: CacheConfig, *, overw
     if path.exists() and not overwrite:
         raise FileExistsError(f"{str(path)!r} exists; pass overwrite=True or another path")
     leaves = {name: hostmem.as_numpy(leaf) if name == HOST_POOL else leaf for name, leaf in _by_name(state).items()}
-    items = ocp.args.Composite(state=ocp.args.StandardSave(leaves), config=ocp.args.JsonSave(_meaning(config)))
+    meaning = _meaning(config) | ({} if model is None else {MODEL: model})
+    items = ocp.args.Composite(state=ocp.args.StandardSave(leaves), config=ocp.args.JsonSave(meaning))
     with _checkpointer() as checkpointer:
         checkpointer.save(path, items, force=overwrite)
 
 
-def restore_state(path: str | Path, config: CacheConfig, device: Any = None) -> EchoState:
+def restore_state(
+    path: str | Path,
+    config: CacheConfig,
+    device: Any = None,
+    *,
+    model: str | None = None,
+    allow_other_model: bool = False,
+) -> EchoState:
     """The state in a folder of `save_state`, committed to the device (a jax.Device; the first one by default).
+
+    model: `model_fingerprint(params, config)` of the model that will go on. It must be the one that the cache was saved
+    with; a cache saved without one is restored without one. allow_other_model skips that comparison, and nothing else.
 
     Decoding goes on as if it had never stopped, without compiling again. FREE_FIELDS of the config may differ from
     those of the saved cache, host memory among them: a cache saved with the FFI library is restored without it, and
@@ -76,6 +90,7 @@ def restore_state(path: str | Path, config: CacheConfig, device: Any = None) -> 
     expected = jax.eval_shape(lambda: state_lib.create(dataclasses.replace(config, host_memory="jnp"), device))
     with _checkpointer() as checkpointer:
         saved = checkpointer.restore(path, ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]
+        _check_model(saved.pop(MODEL, None), model, allow_other_model, path)
         _check_meaning(saved, _meaning(config), path)
         wanted = {name: _target(name, leaf, device) for name, leaf in _by_name(expected).items()}
         stored = checkpointer.metadata(path).item_metadata["state"].tree
@@ -103,7 +118,29 @@ def _by_name(state: EchoState) -> dict[str, Any]:
 def _meaning(config: CacheConfig) -> dict[str, str]:
     """The fields that give the arrays their shapes and their meaning, as text; policies with their parameters."""
     fields = [field.name for field in dataclasses.fields(config) if field.name not in FREE_FIELDS]
-    return {name: repr(getattr(config, name)) for name in fields}
+    return {name: _told(getattr(config, name)) for name in fields}
+
+
+def _told(value: Any) -> str:
+    """The repr of a field. Of a policy that does not come with the library its module too: two classes of one name may
+    write different priorities."""
+    kind = type(value)
+    is_own = kind.__module__.split(".")[0] not in ("builtins", "echo_jax")
+    return f"{kind.__module__}.{value!r}" if is_own else repr(value)
+
+
+def _check_model(saved: str | None, wanted: str | None, allow_other_model: bool, path: Path) -> None:
+    if allow_other_model or saved == wanted:
+        return
+    remedy = "restore it with the parameters it was filled with, or pass allow_other_model=True"
+    if saved is None:
+        raise ValueError(f"the cache in {str(path)!r} was saved without a model but model is {wanted}; {remedy}")
+    if wanted is None:
+        raise ValueError(
+            f"the cache in {str(path)!r} was filled by model {saved} but no model was given; pass "
+            "model=model_fingerprint(params, config), or allow_other_model=True"
+        )
+    raise ValueError(f"the cache in {str(path)!r} was filled by model {saved} but model is {wanted}; {remedy}")
 
 
 def _check_meaning(saved: dict[str, str], wanted: dict[str, str], path: Path) -> None:

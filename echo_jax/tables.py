@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from echo_jax import checks
 from echo_jax.config import CacheConfig
 from echo_jax.types import NO_PAGE, NO_ROW, PAGE, Tables
 
@@ -112,7 +113,7 @@ def rollback(tables: Tables, lengths: jax.Array) -> tuple[Tables, jax.Array]:
 def check_seat(tables: Tables, seat: int, must_be_active: bool) -> None:
     """Refuses a seat that does not exist, or is in the wrong state."""
     seats = tables.active.shape[0]
-    if not 0 <= seat < seats:
+    if not 0 <= checks.whole("seat", seat) < seats:
         raise ValueError(f"seat {seat} does not exist; the configuration has seats 0..{seats - 1}")
     if bool(tables.active[seat]) != must_be_active:
         has, remedy = ("no", "admit one first") if must_be_active else ("a", "release it first or choose another")
@@ -122,7 +123,7 @@ def check_seat(tables: Tables, seat: int, must_be_active: bool) -> None:
 def pages_for(tables: Tables, positions: int) -> int:
     """Pages that hold `positions` positions; refuses more than a seat's table has places for."""
     capacity = tables.page_table.shape[1] * PAGE
-    if not 1 <= positions <= capacity:
+    if not 1 <= checks.whole("positions", positions) <= capacity:
         raise ValueError(
             f"a request of {positions} positions does not fit a seat's capacity of {capacity}; shorten it or build the "
             "cache with a larger capacity"

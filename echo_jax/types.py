@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 NO_SLOT = -1
@@ -23,6 +24,9 @@ NO_ROW = -1
 
 NO_PAGE = -1
 """The request has no page for these positions."""
+
+NO_TOKEN = -1
+"""A seat that was full when a token was due has none."""
 
 NO_POSITION = -1
 """Padding of a list of selected positions; always at the end of the list."""
@@ -77,6 +81,12 @@ class EchoState(struct.PyTreeNode):
     layers: tuple[LayerState, ...]
     host_pool: jax.Array | None  # [L, N_H, *record shape]  None in the resident run
     step: jax.Array  # i32[]  steps taken; the clock of the eviction policies
+
+    def remaining(self) -> jax.Array:
+        """i32[B]: positions that each seat can still take, 0 in an idle one. A seat with 0 left is full: a step writes
+        nothing for it, and its logits mean nothing."""
+        reserved = jnp.sum(self.tables.page_table != NO_PAGE, axis=1, dtype=jnp.int32) * PAGE
+        return jnp.where(self.tables.active, reserved - self.tables.lengths, 0)
 
 
 class Staging(NamedTuple):

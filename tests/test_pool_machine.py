@@ -103,7 +103,7 @@ def step(state, draw, *, config):
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 def fill(state, seat, count, records, *, config):
     """A chunk of a prompt, of up to FILL tokens, as prefill leaves it behind: rows on the host, no slots."""
-    view = state_lib.begin_step(config, state, FILL)
+    view = state_lib.view_of(config, state, FILL)
     is_wanted = (jnp.arange(config.seats)[:, None] == seat) & (jnp.arange(FILL)[None] < count)
     rows = jnp.where(is_wanted, view.new_rows, NO_ROW)
     written = jnp.sum(rows != NO_ROW, axis=1, dtype=jnp.int32)

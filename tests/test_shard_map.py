@@ -127,7 +127,8 @@ def part(outputs: decode.StepOutput, worker: int) -> decode.StepOutput:
     """What one worker put into the global outputs, by the axes that output_specs promises."""
     moved = jax.tree.map(lambda x: np.split(np.asarray(x), WORKERS)[worker], outputs.moved)
     seats = slice(worker * SEATS, (worker + 1) * SEATS)
-    return decode.StepOutput(outputs.logits[seats], outputs.selected[:, seats], outputs.digests[:, seats], moved)
+    lists, digests = outputs.selected[:, seats], outputs.digests[:, seats]
+    return decode.StepOutput(outputs.logits[seats], lists, digests, outputs.is_full[seats], moved)
 
 
 def pointers(state) -> list[int]:

@@ -9,15 +9,17 @@ import jax
 import numpy as np
 import pytest
 
-from echo_jax import decode, threshold
+from echo_jax import decode, eviction, threshold
 from echo_jax import state as state_lib
+from echo_jax.fingerprint import model_fingerprint
 from echo_jax.state_files import restore_state, save_state
 from tests import scenarios
 
 SETTING = dict(
     records="bf16", keys="fp8", tokens=1, threshold="ema", cap=6, pool="barely", memory="ffi", eviction="lru", warm=0
 )
-PARAMS = scenarios.parameters(scenarios.ONE_LAYER)
+MODEL = scenarios.ONE_LAYER
+PARAMS = scenarios.parameters(MODEL)
 
 
 def configure(memory: str) -> decode.DecodeConfig:
@@ -92,12 +94,17 @@ def saved(tmp_path_factory) -> Path:
         ({"capacity": 128}, "capacity = 192 but the config has 128"),
         ({"offload": False}, "offload = True but the config has False"),
         ({"top_k": 9}, "top_k = 10 but the config has 9"),
+        ({"eviction": eviction.Lfu()}, r"eviction = Lru\(\) but the config has Lfu\(\)"),
+        (
+            {"eviction": eviction.ScoreWeighted(3)},
+            r"eviction = Lru\(\) but the config has ScoreWeighted",
+        ),
         ({"threshold": threshold.Ema(0.25)}, r"threshold = Ema\(alpha=0.5\) but the config has Ema\(alpha=0.25\)"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_another_cache_is_refused_with_both_values(saved, change, message):
-    with pytest.raises(ValueError, match=f"was saved with {message}; restore it with the saved value"):
+    with pytest.raises(ValueError, match=f"was saved with {message}.*; restore it with the saved value"):
         restore_state(saved, dataclasses.replace(configure("jnp").cache, **change))
 
 
@@ -132,3 +139,38 @@ def test_what_is_no_saved_cache_is_refused(tmp_path, saved):
     save_state(tmp_path / "short", state, cache)
     with pytest.raises(ValueError, match=r"tables.lengths in .* is int32\[2\] but .* has int32\[3\]"):
         restore_state(tmp_path / "short", cache)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lru:
+    """A user's policy of the same name as one of the library, which never evicts by age."""
+
+    def touch(self, priority, was_free, step, score):
+        return 0 * step
+
+    def rebase(self, priority, shift):
+        return priority
+
+
+def test_a_policy_of_the_same_name_is_another_policy(saved):
+    """Regression: only the repr was compared, so a class of the same name took over priorities that it never wrote."""
+    cache = dataclasses.replace(configure("jnp").cache, eviction=Lru())
+    with pytest.raises(ValueError, match=r"eviction = Lru\(\) but the config has .*test_state_files.Lru\(\)"):
+        restore_state(saved, cache)
+
+
+def test_a_cache_is_restored_for_the_model_that_filled_it(tmp_path, saved):
+    """The fingerprint decides; without one on either side nothing is known, and nothing is asked."""
+    cache = configure("jnp").cache
+    kinds = ("plain", "tied")
+    mine, other = (model_fingerprint(scenarios.parameters(MODEL, kind), MODEL) for kind in kinds)
+    save_state(tmp_path / "mine", state_lib.create(cache), cache, model=mine)
+    assert_same_bits(restore_state(tmp_path / "mine", cache, model=mine), state_lib.create(cache))
+    with pytest.raises(ValueError, match=f"was filled by model {mine} but model is {other}; restore it with"):
+        restore_state(tmp_path / "mine", cache, model=other)
+    with pytest.raises(ValueError, match=f"was filled by model {mine} but no model was given"):
+        restore_state(tmp_path / "mine", cache)
+    with pytest.raises(ValueError, match=f"was saved without a model but model is {mine}"):
+        restore_state(saved, cache, model=mine)
+    for path, model in ((tmp_path / "mine", other), (tmp_path / "mine", None), (saved, mine)):
+        assert_same_bits(restore_state(path, cache, model=model, allow_other_model=True), state_lib.create(cache))
