@@ -1,5 +1,9 @@
 """CUDA events around a jitted call: from the moment the GPU reaches it to the moment it is done, launches included.
 
+`claim_time` is the one clock of the claims: events around the replay of the graph of one call, launch included, the L2
+overwritten before each call. Every run that records claims also records, once, what the clock says of an empty graph
+and of a copy of 1 GiB (`record_references`): runs whose references are more than 5 % apart are not compared.
+
 It knows how to compile and register events.cu on the spot, and how to tie events to a call. Kernels of other projects
 are usually timed like this: overwrite the L2, record, call, record, all of it enqueued ahead of the GPU.
 Importing it compiles nothing.
@@ -17,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import gpu_timing, on_the_spot
-from bench.harness import Measurement, summarise
+from bench.harness import COPY_RATE, EMPTY_GRAPH, Measurement, record, summarise
 
 AS_GRAPH = {"xla_gpu_graph_min_graph_size": 1}
 """Has XLA make a CUDA graph of whatever lies between two events, of one kernel too."""
@@ -47,6 +51,27 @@ def event_time(
     build()
     run = jax.jit(event_program(function, repeats, sweep), compiler_options=AS_GRAPH if as_graph else None)
     return run_and_read(run, arguments, repeats, runs)
+
+
+CLOCK = "CUDA events around the replay of the graph of one call, launch included, L2 overwritten before each; 30 calls"
+
+
+def claim_time(function: Callable[..., Any], *arguments: Any, file: str, sweep: bool = True) -> Measurement:
+    """us of function(*arguments) by the clock of the claims; the run's references go to `file` once."""
+    record_references(file)
+    return event_time(function, *arguments, sweep=sweep, as_graph=True)
+
+
+@functools.cache
+def record_references(file: str) -> None:
+    """What the clock says of next to nothing and of a device copy of 1 GiB, as rows of this run."""
+    number, gibibyte = jnp.zeros((1,), jnp.uint32), jnp.zeros((2**28,), jnp.uint32)
+    empty = event_time(lambda x: x + jnp.uint32(1), number, as_graph=True)
+    copy = event_time(lambda x: x ^ jnp.uint32(1), gibibyte, repeats=10, as_graph=True)
+    record(name=EMPTY_GRAPH, value=empty, unit="us", file=file, method=CLOCK)
+    median, slow, fast = (2 * gibibyte.nbytes / us / 1e6 for us in (copy.median, copy.p90, copy.p10))
+    rate = Measurement(median, slow, fast, copy.repeats)
+    record(name=COPY_RATE, value=rate, unit="TB/s", file=file, method=CLOCK, notes="bytes read and bytes written")
 
 
 def event_program(

@@ -13,15 +13,19 @@ import math
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench import ledger, sources
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
+
+# The two rows by which GPU runs are told to be comparable; bench/events.py records them.
+EMPTY_GRAPH, COPY_RATE = "reference: an empty graph", "reference: a device copy of 1 GiB"
 
 VERSIONED = ("jax", "jaxlib", "numpy", "flax", "jax-cuda13-plugin")
 
@@ -44,6 +48,10 @@ class Row:
     fraction_of_limit value relative to the bound it cannot pass (named in `notes`), or None
     command           what to run to get it again
     notes             anything else
+    kernel_us         where the value is by events around a graph: the kernels' own time, launches left out
+    run               the process that recorded it: rows of one run were measured side by side
+    sources           digest of the claim's sources as they were measured (bench/sources.py)
+    digest            of all other fields (bench/ledger.py); a change by hand shows
     """
 
     value: float
@@ -60,6 +68,10 @@ class Row:
     fraction_of_limit: float | None = None
     command: str = ""
     notes: str = ""
+    kernel_us: float | None = None
+    run: str = ""
+    sources: str = ""
+    digest: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not math.isfinite(self.value):
@@ -106,19 +118,25 @@ def parse_row(line: str) -> Row:
 
 
 def read_rows(results: Path = RESULTS) -> list[tuple[Row, str]]:
-    """All rows of a folder with the place each was read from ("file:line"), in order of file name and line.
+    """The rows of a folder that count, each with the place it was read from ("file:line"), by file name and line.
 
-    ValueError names file and line of the first malformed row. A folder that does not exist holds no rows.
+    A row that a later line supersedes does not count, nor does that line. ValueError names file and line of the first
+    malformed row. A folder that does not exist holds no rows.
     """
-    rows = []
+    rows, gone = [], ledger.superseded(results)
     for path in sorted(results.glob("*.jsonl")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if line.strip():
-                place = f"{path.name}:{number}"
-                try:
-                    rows.append((parse_row(line), place))
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: {error}") from None
+            if not line.strip():
+                continue
+            try:
+                data = json.loads(line)
+                if isinstance(data, dict) and (ledger.is_superseding(data) or ledger.digest_of(data) in gone):
+                    continue
+                rows.append((parse_row(line), f"{path.name}:{number}"))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
     return rows
 
 
@@ -194,13 +212,22 @@ def record(
         versions=fields.pop("versions", None) or versions(),
         claim=claim,
         command=_command() if command is None else command,
+        run=run_id(),
+        sources=sources.digest_now(claim) if claim else "",
         **fields,
     )
     folder = results or Path(os.environ.get("ECHO_RESULTS", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / file, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(_compact(row), ensure_ascii=False) + "\n")
+        line = json.loads(json.dumps(_compact(row)))  # as it is read back
+        stream.write(json.dumps(line | {"digest": ledger.digest_of(line)}, ensure_ascii=False) + "\n")
     return row
+
+
+@functools.cache
+def run_id() -> str:
+    """8 hexadecimal digits of this process: what it records was measured side by side."""
+    return os.urandom(4).hex()
 
 
 @functools.cache
@@ -224,7 +251,7 @@ def versions() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if commit := _commit():
+    if commit := sources.commit_of_tree():
         found["commit"] = commit
     return found
 
@@ -244,20 +271,6 @@ def _processor() -> str:
 
 def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    try:
-        commit = git("rev-parse", "--short=12", "HEAD")
-        return commit + (
-            "+" if commit and git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results") else ""
-        )
-    except FileNotFoundError:  # a machine without git: the row says so by having no commit
-        return ""
 
 
 def _command() -> str:

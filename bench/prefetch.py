@@ -14,8 +14,8 @@ once    a few calls of each format and nothing else, for a profiler
     --repeats 30
 
 The default is 16 x 131,072; `--seats 1,8,16,32 --lengths 32768,65536,98304,131072 --repeats 12` is the whole grid,
-whose claims still come from 16 x 131,072 (but D.speedup_hit50_best, from the best shape of any run). Caps are swept
-where that shape is alone, which takes as long as the others together.
+whose claims still come from 16 x 131,072 (D.speedup_hit50_best is computed over the rows by bench/claims.py). Caps are
+swept where that shape is alone, which takes as long as the others together.
 
 It knows shapes and claims. What is measured at a shape stands in `prefetch_roads`, whether the kernel is right in
 `prefetch_checks`.
@@ -225,7 +225,7 @@ def zero_candidates(bound: Bound, programs: Callable[[str], Any]) -> None:
 def claims(points: list[Point], options: Options) -> None:
     """Those that these points answer."""
     main = [point for point in points if (point.seats, point.length, point.pages) == (*MAIN, calls.USUALLY)]
-    for claim, point, value in _answers(main, points):
+    for claim, point, value in _answers(main):
         print(f"{claim} {value:.3f} ({point.seats} x {point.length}, {point.records}, hit {point.hit})", flush=True)
         harness.record(
             claim,
@@ -236,14 +236,14 @@ def claims(points: list[Point], options: Options) -> None:
             method=METHOD.format(repeats=options.repeats_at(point.seats, point.length))
             + f"; {calls.USUALLY} pages; scores, and one recall that fills slots from staging and from the host; "
             "without overlap: the faster of both in turn and the sum of both alone; the recall's list is known "
-            "beforehand" + ("" if "best" in claim else "; the worse record format"),
+            "beforehand; the worse record format",
             notes=point.notes(),
         )
 
 
-def _answers(main: list[Point], points: list[Point]) -> Iterator[tuple[str, Point, float]]:
-    def at(low: float, high: float, some: list[Point] = main) -> list[Point]:
-        return [point for point in some if low <= point.hit <= high]
+def _answers(main: list[Point]) -> Iterator[tuple[str, Point, float]]:
+    def at(low: float, high: float) -> list[Point]:
+        return [point for point in main if low <= point.hit <= high]
 
     if found := at(0.9, 0.9):
         point = min(found, key=lambda point: point.ratio)
@@ -254,9 +254,6 @@ def _answers(main: list[Point], points: list[Point]) -> Iterator[tuple[str, Poin
     if found := at(0.5, 0.5):
         point = min(found, key=lambda point: point.gain)
         yield "D.gain_fraction_50", point, point.gain
-    if found := at(0.5, 0.5, points):
-        point = max(found, key=lambda point: point.ratio)
-        yield "D.speedup_hit50_best", point, point.ratio
 
 
 def once(options: Options) -> None:
