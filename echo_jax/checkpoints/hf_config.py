@@ -200,6 +200,11 @@ def check_quantization(raw: Mapping[str, Any]) -> tuple[int, int]:
     return int(block[0]), int(block[1])
 
 
+def predicted_layers(raw: Mapping[str, Any]) -> int:
+    """Layers of multi-token prediction (MTP) that the config declares behind its hidden layers."""
+    return raw.get("num_nextn_predict_layers") or 0
+
+
 def _require(raw: Mapping[str, Any], keys: list[str]) -> None:
     missing = [key for key in keys if raw.get(key) is None]
     if missing:
@@ -223,7 +228,7 @@ def _activation_dtype(raw: Mapping[str, Any]) -> str:
 def _per_layer(raw: Mapping[str, Any], key: str, names: Mapping[str, str]) -> tuple[str, ...]:
     """A per-layer list, its words translated; entries for the predicted (MTP) layers at its end are dropped."""
     stated, layers = list(raw[key]), raw["num_hidden_layers"]
-    if len(stated) not in (layers, layers + (raw.get("num_nextn_predict_layers") or 0)):
+    if len(stated) not in (layers, layers + predicted_layers(raw)):
         raise ValueError(f"{key} has {len(stated)} entries but num_hidden_layers is {layers}; give one entry per layer")
     unknown = sorted({str(one) for one in stated} - set(names))
     if unknown:
