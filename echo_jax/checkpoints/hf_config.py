@@ -97,9 +97,10 @@ _ACTIVATIONS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float3
 """Stored dtype -> dtype of the activations. float32 holds every float16 value; a float16 overflow it does not copy."""
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DsaConfig:
+def config_from_hf(raw: Mapping[str, Any], *, any_quantization: bool = False) -> DsaConfig:
     """The model that a `config.json` describes, in either dialect.
 
+    any_quantization: accept weights that `load_folder` does not read, for whoever needs the shapes only.
     An absent optional key means what the architecture takes it to mean. Raises ValueError naming every missing key, or
     the unsupported quantity with its value, what is supported, and what to do.
     """
@@ -115,7 +116,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DsaConfig:
                 f"{key} {raw[key]!r} is not supported; this library computes {key} {allowed[0]!r} only, so the model "
                 "would give other answers than its authors'"
             )
-    check_quantization(raw)
+    if not any_quantization:
+        check_quantization(raw)
     _require(raw, ["num_hidden_layers", *_REQUIRED.values()])
     if raw.get("rope_parameters") is None:
         _require(raw, ["rope_theta"])
@@ -180,15 +182,28 @@ def config_to_hf(
     return dict(sorted(raw.items()))
 
 
+def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """How the config says that weights are quantised, under either of its names; None where it says nothing."""
+    for key in ("quantization_config", "compression_config"):
+        stated = raw.get(key)
+        if stated is None or stated == {}:
+            continue
+        if not isinstance(stated, Mapping):
+            raise ValueError(f"{key} is {stated!r} but must be an object; fetch config.json again")
+        return stated
+    return None
+
+
 def check_quantization(raw: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns of a block with one FP8 scale; refuses every other way to quantise weights."""
-    stated = raw.get("quantization_config")
+    stated = quantization_of(raw)
     if stated is None:
         return FP8_BLOCK
     method, form = stated.get("quant_method"), stated.get("fmt", "e4m3")
     if method != "fp8" or form != "e4m3":
+        shown = f"{method!r} with fmt {form!r}" if method == "fp8" else repr(method)
         raise ValueError(
-            f"quantisation method {method!r} (fmt {form!r}) is not supported; supported: 'fp8' with fmt 'e4m3' and "
+            f"quantisation method {shown} is not supported; supported: 'fp8' with fmt 'e4m3' and "
             "block scales; convert the weights to bfloat16 and remove quantization_config"
         )
     block = stated.get("weight_block_size", FP8_BLOCK)

@@ -35,7 +35,13 @@ from echo_jax.checkpoints.files import (
     read_tensor,
     with_single_experts,
 )
-from echo_jax.checkpoints.hf_config import check_quantization, config_from_hf, config_to_hf, predicted_layers
+from echo_jax.checkpoints.hf_config import (
+    check_quantization,
+    config_from_hf,
+    config_to_hf,
+    predicted_layers,
+    quantization_of,
+)
 from echo_jax.checkpoints.layout import StoredTensor, is_never_narrowed, stored_tensors
 from echo_jax.checkpoints.notes import note
 from echo_jax.models.config import DsaConfig
@@ -44,11 +50,15 @@ from echo_jax.models.dsa import Params
 Shardings = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
 """One sharding for every parameter, or a function of its path ("layers/3/moe/gate") and shape. None: default device."""
 
+QUANTIZATION_FILE = "hf_quant_config.json"
 _TARGETS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """`config.json` of a model folder. FileNotFoundError without the folder or the file, ValueError for bad JSON."""
+    """`config.json` of a model folder, with the quantisation that modelopt writes into a file of its own.
+
+    FileNotFoundError without the folder or the file, ValueError for what is not JSON.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"model folder {str(folder)!r} does not exist; give the path of a Hugging Face folder")
@@ -59,7 +69,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"{str(folder)!r} has no config.json (it holds {found}); give the folder that has config.json beside the "
             "safetensors files"
         )
-    return read_object(file, "settings")
+    raw = read_object(file, "settings")
+    if quantization_of(raw) is None and (folder / QUANTIZATION_FILE).is_file():
+        stated = read_object(folder / QUANTIZATION_FILE, "settings").get("quantization")
+        raw["quantization_config"] = {"quant_method": "modelopt"} | (stated if isinstance(stated, dict) else {})
+    return raw
 
 
 def load_folder(
