@@ -226,6 +226,8 @@ def dequantise(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int] = F
     rows, columns = codes.shape
     out = np.empty((rows, columns), np.float32)
     for index, start in enumerate(range(0, rows, block[0])):
+        part = slice(start, start + block[0])
         scale = np.repeat(scales[index].astype(np.float32), block[1])[:columns]
-        np.multiply(codes[start : start + block[0]].astype(np.float32), scale[None], out=out[start : start + block[0]])
+        with np.errstate(invalid="ignore", over="ignore"):  # the caller looks for NaN and infinities, by name
+            np.multiply(codes[part].astype(np.float32), scale[None], out=out[part])
     return out
