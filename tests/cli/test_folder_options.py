@@ -65,17 +65,18 @@ def test_extra_and_unindexed_tensors_have_flags_of_their_own(echo_jax, broken_fo
     assert "missing.npz" in refusal
 
 
-def test_a_note_about_a_config_is_one_line(echo_jax, broken_folder, monkeypatch):
-    """Its config is read twice, for the shapes and with the weights."""
+def test_a_note_about_a_config_is_one_line(echo_jax, broken_folder, commands, monkeypatch):
+    """The config is read for its shapes first, then with the weights, which are refused here."""
     monkeypatch.setattr(models, "_SHOWN", set())
 
     def change(folder):
+        spoil(folder)
         raw = json.loads((folder / "config.json").read_text())
         raw |= {"rope_scaling": {"type": "default", "rope_theta": 500.0}}
         (folder / "config.json").write_text(json.dumps(raw))
 
-    done = echo_jax("plan", "--model", broken_folder(change), "--json")
-    assert done.status == 0 and len(done.rows("bill")) > 5
-    (line,) = done.err.splitlines()
+    done = echo_jax(*commands(broken_folder(change))["generate"])
+    line, refusal = done.err.splitlines()
+    assert done.status == 2 and EMBED in refusal
     assert line.startswith("echo-jax: note: config.json has rope_scaling and rope_parameters; rope_scaling replaces")
     assert "rope_theta 500.0 for 10000.0" in line
