@@ -116,7 +116,7 @@ def test_a_needed_tensor_that_the_index_does_not_name(tmp_path, name):
     weight_map = read_index(folder)
     shard = weight_map.pop(name)
     write_index(folder, weight_map)
-    with pytest.raises(ValueError, match=rf"{INDEX} does not name {name}, which lies in .*{shard}.*add it"):
+    with pytest.raises(ValueError, match=rf"{INDEX} does not name {name}, which is in .*{shard}.*add it"):
         load_folder(folder, allow_unindexed=True)
 
 
@@ -227,3 +227,14 @@ def test_data_that_the_header_does_not_tile_is_refused(tmp_path, case):
     }
     with pytest.raises(ValueError, match=words[case]):
         load_folder(folder)
+
+
+@pytest.mark.parametrize("length", [0x0280 + 0x10000, 0x8B1F], ids=["pickle", "gzip"])
+def test_a_header_length_with_the_bytes_of_another_format_is_one(tmp_path, length):
+    """The first bytes of a safetensors file are a number, which may be the mark of a pickle or of gzip."""
+    folder = copy_folder(V32_TINY, tmp_path)
+    data = (folder / SINGLE).read_bytes()
+    old = int.from_bytes(data[:8], "little")
+    (folder / SINGLE).write_bytes(length.to_bytes(8, "little") + data[8 : 8 + old].ljust(length) + data[8 + old :])
+    assert (folder / SINGLE).read_bytes()[:2] in (b"\x80\x02", b"\x1f\x8b")
+    assert_same(load_folder(folder)[1], load_folder(V32_TINY)[1])

@@ -112,6 +112,7 @@ def test_a_list_of_mlp_layers_counts_before_a_number():
     ]
     assert noted(RELEASED_GLM5 | {"first_k_dense_replace": 1}, words) == GLM5
     every = noted(agreeing | {"moe_layer_freq": 2}, ["first on layer 3 ('moe' and 'dense')"])
+    assert noted(RELEASED_GLM5 | {"moe_layer_freq": 2}, ["mlp_layer_types counts"]) == GLM5
     assert every.mlp_kinds == (DENSE,) * 3 + (MOE,) * 75
 
 

@@ -111,7 +111,7 @@ def describe_nonfinite(entry: Entry, files: Mapping[str, Entry], count: int) -> 
 
 def _not_named(name: str, unindexed: Mapping[str, Entry]) -> str:
     return (
-        f"{INDEX_FILE} does not name {name}, which lies in {str(unindexed[name].file)!r}; add it to weight_map, or "
+        f"{INDEX_FILE} does not name {name}, which is in {str(unindexed[name].file)!r}; add it to weight_map, or "
         "fetch the index again"
     )
 
@@ -158,7 +158,7 @@ def _check_layers(
         why = (
             f"layer {layer} has no {_PREDICTOR}, so it is no layer of multi-token prediction"
             if is_declared
-            else (f"num_nextn_predict_layers is {predicted}")
+            else f"num_nextn_predict_layers is {predicted}"
         )
         raise ValueError(
             f"the files hold layers 0..{max(layers)} ({layers[layer]} in {str(files[layers[layer]].file)!r}) but "

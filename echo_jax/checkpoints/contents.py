@@ -30,16 +30,14 @@ def what_is_wrong(file: Path) -> str | None:
     None. Reads its first 4 KiB."""
     with file.open("rb") as stream:
         start = stream.read(_START)
+    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= file.stat().st_size - 8:
+        return None  # the length of a safetensors header may have the bytes of another format, such as 35,615 of gzip
     if start.startswith(_LFS):
         size = re.search(rb"^size (\d+)", start, re.MULTILINE)
         real = f" to a file of {int(size[1]):,} bytes" if size else ""
-        return (
-            f"is a Git LFS pointer{real}, not the file itself; run `git lfs pull` in the folder, or download the file"
-        )
+        return f"is a Git LFS pointer{real}, not the file itself; run `git lfs pull`, or download the file"
     if _PAGE.match(start):
-        return (
-            "is an HTML page, such as the login or error page of a site; download the file again, signed in if needed"
-        )
+        return "is an HTML page, such as the login or error page of a site; sign in and download the file again"
     if start.lstrip().startswith(b"<?xml"):
         return "is an XML document, such as the error message of a file store; download the file again"
     if start.startswith(b"PK\x03\x04"):

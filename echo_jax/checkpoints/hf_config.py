@@ -325,7 +325,7 @@ def _mlp_kinds(raw: Mapping[str, Any]) -> tuple[str, ...]:
     stated = {}
     if raw.get("mlp_layer_types") is not None:
         stated["mlp_layer_types"] = _per_layer(raw, "mlp_layer_types", {"dense": DENSE, "sparse": MOE})
-    if not stated or raw.get("first_k_dense_replace") is not None:
+    if not stated or raw.get("first_k_dense_replace") is not None or raw.get("moe_layer_freq") not in (None, 1):
         dense = raw["first_k_dense_replace"] if raw.get("first_k_dense_replace") is not None else 3
         every = raw.get("moe_layer_freq") or 1
         if not isinstance(every, int):

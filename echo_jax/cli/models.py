@@ -92,9 +92,7 @@ class FolderOptions:
     """What a command that loads a model folder lets pass."""
 
     allow_extra: bool = option("drop tensors of the folder that this model has no place for", False, group="weights")
-    allow_unindexed: bool = option(
-        "ignore tensors that lie in a shard but are not named by the index", False, group="weights"
-    )
+    allow_unindexed: bool = option("ignore tensors of the shards that the index does not name", False, group="weights")
     allow_nonfinite: bool = option("load weights that hold NaN or infinities", False, group="weights")
 
     def load(self, folder: Path, dtype: str | None) -> tuple[DsaConfig, Params]:
