@@ -69,3 +69,46 @@ def experts_apart(mesh):
         return NamedSharding(mesh, PartitionSpec("x") if split else PartitionSpec())
 
     return place
+
+
+def stored(file):
+    """Name -> (dtype, shape, bytes) of a safetensors file. The safetensors package has no NumPy form of FP8."""
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header.pop("__metadata__", None)
+    return {
+        name: (one["dtype"], one["shape"], data[start + one["data_offsets"][0] : start + one["data_offsets"][1]])
+        for name, one in header.items()
+    }
+
+
+def store(file, tensors):
+    """The inverse of `stored`."""
+    header, data = {}, b""
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header).encode()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def reshard(folder, shard_of):
+    """Writes the tensors of a folder again, each into the shard (a path in the folder) that `shard_of(name)` says."""
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= stored(file)
+        file.unlink()
+    weight_map = {name: shard_of(name) for name in tensors}
+    for shard in set(weight_map.values()):
+        store(folder / shard, {name: one for name, one in tensors.items() if weight_map[name] == shard})
+    write_index(folder, weight_map)
+
+
+def read_index(folder):
+    return json.loads((folder / INDEX).read_text())["weight_map"]
+
+
+def write_index(folder, weight_map):
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

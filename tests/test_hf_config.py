@@ -218,8 +218,14 @@ REFUSED = {
     "bias": ({"attention_bias": True}, ["attention_bias True"]),
     "dtype": ({"torch_dtype": "float8_e5m2"}, ["dtype 'float8_e5m2'", "bfloat16"]),
     "rope": ({"rope_scaling": {"type": "longrope", "factor": 4}}, ["rope type 'longrope'", "'default', 'yarn'"]),
-    "rope_per_type": ({"rope_parameters": {"full": {"rope_theta": 1.0}}}, ["one per layer type"]),
-    "partial_rope": ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["factor 0.5"]),
+    "rope_per_type": (
+        {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"full": {"rope_theta": 1.0}}},
+        ["one per layer type"],
+    ),
+    "partial_rope": (
+        {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ["factor 0.5"],
+    ),
     "theta_nowhere": ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, ["lacks rope_theta"]),
     "untruncated": ({"rope_scaling": {"type": "yarn", "factor": 4, "truncate": False}}, ["truncate false"]),
     "quantisation": ({"quantization_config": {"quant_method": "awq"}}, ["'awq'", "convert the weights"]),

@@ -11,12 +11,15 @@ import os
 from importlib import resources
 from pathlib import Path
 
+from echo_jax.checkpoints.notes import CheckpointNote
 from echo_jax.checkpoints.orbax import restore_params, save_params
+from echo_jax.checkpoints.quantized import weight_bytes
 from echo_jax.checkpoints.safetensors import load_folder, read_config, save_folder
 from echo_jax.checkpoints.tokenizer import ByteTokenizer, JsonTokenizer, end_token_ids, load_tokenizer
 
 __all__ = [
     "ByteTokenizer",
+    "CheckpointNote",
     "JsonTokenizer",
     "end_token_ids",
     "load_folder",
@@ -27,6 +30,7 @@ __all__ = [
     "restore_params",
     "save_folder",
     "save_params",
+    "weight_bytes",
 ]
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from echo_jax.models.config import DENSE, FULL, MOE, SHARED, DsaConfig, RopeConfig
+from echo_jax.checkpoints.notes import note
+from echo_jax.checkpoints.rope import rope_from_hf, rope_to_hf
+from echo_jax.models.config import DENSE, FULL, MOE, SHARED, DsaConfig
 
 DEEPSEEK, GLM = "deepseek_v32", "glm_moe_dsa"
 
@@ -97,9 +99,10 @@ _ACTIVATIONS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float3
 """Stored dtype -> dtype of the activations. float32 holds every float16 value; a float16 overflow it does not copy."""
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> DsaConfig:
+def config_from_hf(raw: Mapping[str, Any], *, any_quantization: bool = False) -> DsaConfig:
     """The model that a `config.json` describes, in either dialect.
 
+    any_quantization: accept weights that `load_folder` does not read, for whoever needs the shapes only.
     An absent optional key means what the architecture takes it to mean. Raises ValueError naming every missing key, or
     the unsupported quantity with its value, what is supported, and what to do.
     """
@@ -115,10 +118,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DsaConfig:
                 f"{key} {raw[key]!r} is not supported; this library computes {key} {allowed[0]!r} only, so the model "
                 "would give other answers than its authors'"
             )
-    check_quantization(raw)
+    if not any_quantization:
+        check_quantization(raw)
     _require(raw, ["num_hidden_layers", *_REQUIRED.values()])
-    if raw.get("rope_parameters") is None:
-        _require(raw, ["rope_theta"])
+    raw = {**raw, "n_routed_experts": _num_experts(raw)}
+    _check_other_names(raw)
     mlp_kinds = _mlp_kinds(raw)
     if MOE in mlp_kinds:
         _require(raw, list(_REQUIRED_BY_MOE.values()))
@@ -130,7 +134,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DsaConfig:
         **values,
         layer_kinds=_layer_kinds(raw),
         mlp_kinds=mlp_kinds,
-        rope=_rope(raw),
+        rope=rope_from_hf(raw, _DEFAULTS_OF[kind]["max_position_embeddings"]),
         latent_norm_eps=LATENT_NORM_EPS,
         index_norm_eps=INDEX_NORM_EPS,
         dtype=_activation_dtype(raw),
@@ -168,10 +172,11 @@ def config_to_hf(
         raw["indexer_types"] = list(config.layer_kinds)
     dense = config.mlp_kinds.index(MOE) if has_moe else config.num_layers
     regular = config.mlp_kinds == (DENSE,) * dense + (MOE,) * (config.num_layers - dense)
-    raw |= {"first_k_dense_replace": dense, "moe_layer_freq": 1}
+    if regular:
+        raw |= {"first_k_dense_replace": dense, "moe_layer_freq": 1}
     if dialect == "rope_parameters" or not regular:
         raw["mlp_layer_types"] = [{DENSE: "dense", MOE: "sparse"}[one] for one in config.mlp_kinds]
-    rope = _rope_to_hf(config.rope)
+    rope = rope_to_hf(config.rope)
     if dialect == "rope_parameters":
         raw["rope_parameters"] = {"rope_theta": config.rope.theta, "rope_type": config.rope.kind, **rope}
     else:
@@ -180,15 +185,31 @@ def config_to_hf(
     return dict(sorted(raw.items()))
 
 
+def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """How the config says that weights are quantised, under either of its names; None where it says nothing."""
+    found = {key: raw[key] for key in ("quantization_config", "compression_config") if raw.get(key)}
+    for key, stated in found.items():
+        if not isinstance(stated, Mapping):
+            raise ValueError(f"{key} is {stated!r} but must be an object; fetch config.json again")
+    methods = [stated.get("quant_method") for stated in found.values()]
+    if len(found) == 2 and found["quantization_config"] != found["compression_config"]:
+        raise ValueError(
+            f"quantization_config ({methods[0]!r}) and compression_config ({methods[1]!r}) of config.json differ; keep "
+            "the one that says how the weights are stored"
+        )
+    return next(iter(found.values()), None)
+
+
 def check_quantization(raw: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns of a block with one FP8 scale; refuses every other way to quantise weights."""
-    stated = raw.get("quantization_config")
+    stated = quantization_of(raw)
     if stated is None:
         return FP8_BLOCK
     method, form = stated.get("quant_method"), stated.get("fmt", "e4m3")
     if method != "fp8" or form != "e4m3":
+        shown = f"{method!r} with fmt {form!r}" if method == "fp8" else repr(method)
         raise ValueError(
-            f"quantisation method {method!r} (fmt {form!r}) is not supported; supported: 'fp8' with fmt 'e4m3' and "
+            f"quantisation method {shown} is not supported; supported: 'fp8' with fmt 'e4m3' and "
             "block scales; convert the weights to bfloat16 and remove quantization_config"
         )
     block = stated.get("weight_block_size", FP8_BLOCK)
@@ -198,6 +219,11 @@ def check_quantization(raw: Mapping[str, Any]) -> tuple[int, int]:
             f"{list(FP8_BLOCK)}"
         )
     return int(block[0]), int(block[1])
+
+
+def predicted_layers(raw: Mapping[str, Any]) -> int:
+    """Layers of multi-token prediction (MTP) that the config declares behind its hidden layers."""
+    return raw.get("num_nextn_predict_layers") or 0
 
 
 def _require(raw: Mapping[str, Any], keys: list[str]) -> None:
@@ -210,20 +236,52 @@ def _optional(raw: Mapping[str, Any], key: str) -> Any:
     return raw[key] if raw.get(key) is not None else _DEFAULTS_OF[raw["model_type"]][key]
 
 
-def _activation_dtype(raw: Mapping[str, Any]) -> str:
-    stated = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    dtype = str(stated).removeprefix("torch.")
-    if dtype not in _ACTIVATIONS:
+def _num_experts(raw: Mapping[str, Any]) -> Any:
+    """n_routed_experts, under any of the names that transformers reads it by."""
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    found = {name: raw[name] for name in names if raw.get(name) is not None}
+    if len(set(found.values())) > 1:
+        stated = ", ".join(f"{name} {value}" for name, value in found.items())
+        raise ValueError(f"{stated} of config.json differ but all say how many experts a layer has; keep one of them")
+    return next(iter(found.values()), None)
+
+
+def _check_other_names(raw: Mapping[str, Any]) -> None:
+    """What follows from other keys and is stated all the same."""
+    parts = {"qk_nope_head_dim": raw["qk_nope_head_dim"], "qk_rope_head_dim": raw["qk_rope_head_dim"]}
+    whole = sum(parts.values())
+    if raw.get("qk_head_dim") not in (None, whole):
         raise ValueError(
-            f"dtype {stated!r} is not supported; supported: {', '.join(_ACTIVATIONS)}; convert the weights"
+            f"qk_head_dim {raw['qk_head_dim']} is not the sum of qk_nope_head_dim {parts['qk_nope_head_dim']} and "
+            f"qk_rope_head_dim {parts['qk_rope_head_dim']}; correct config.json"
         )
+    if raw.get("head_dim") not in (None, whole, raw["qk_rope_head_dim"]):
+        note(f"head_dim {raw['head_dim']} of config.json is not used; a head has {whole} dims, {parts}")
+    named = [name for name in raw.get("architectures") or () if name in ARCHITECTURES.values()]
+    if named and ARCHITECTURES[raw["model_type"]] not in named:
+        note(
+            f"architectures {named[0]!r} and model_type {raw['model_type']!r} of config.json disagree; model_type "
+            "counts, as in transformers"
+        )
+
+
+def _activation_dtype(raw: Mapping[str, Any]) -> str:
+    found = {key: str(raw[key]).removeprefix("torch.") for key in ("dtype", "torch_dtype") if raw.get(key)}
+    if len(set(found.values())) > 1:
+        note(
+            f"dtype {found['dtype']!r} and torch_dtype {found['torch_dtype']!r} of config.json disagree; dtype counts, "
+            "as in transformers"
+        )
+    dtype = next(iter(found.values()), "float32")
+    if dtype not in _ACTIVATIONS:
+        raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(_ACTIVATIONS)}; convert the weights")
     return _ACTIVATIONS[dtype]
 
 
 def _per_layer(raw: Mapping[str, Any], key: str, names: Mapping[str, str]) -> tuple[str, ...]:
     """A per-layer list, its words translated; entries for the predicted (MTP) layers at its end are dropped."""
     stated, layers = list(raw[key]), raw["num_hidden_layers"]
-    if len(stated) not in (layers, layers + (raw.get("num_nextn_predict_layers") or 0)):
+    if len(stated) not in (layers, layers + predicted_layers(raw)):
         raise ValueError(f"{key} has {len(stated)} entries but num_hidden_layers is {layers}; give one entry per layer")
     unknown = sorted({str(one) for one in stated} - set(names))
     if unknown:
@@ -235,82 +293,45 @@ def _layer_kinds(raw: Mapping[str, Any]) -> tuple[str, ...]:
     """Which layers have an indexer of their own: a list, a pattern of letters, or every `freq`-th from an offset on."""
     if raw.get("layer_types") is not None:
         _per_layer(raw, "layer_types", dict.fromkeys(("indexed_attention", "deepseek_sparse_attention"), FULL))
-    if raw.get("indexer_types") is not None:
-        return _per_layer(raw, "indexer_types", {"full": FULL, "shared": SHARED})
-    if raw.get("index_topk_pattern") is not None:
-        return _per_layer(raw, "index_topk_pattern", {"F": FULL, "S": SHARED, "full": FULL, "shared": SHARED})
-    every = max(raw.get("index_topk_freq") or 1, 1)
-    offset = raw["index_skip_topk_offset"] if raw.get("index_skip_topk_offset") is not None else 2
-    since = (max(layer - offset + 1, 0) for layer in range(raw["num_hidden_layers"]))
-    return tuple(FULL if steps % every == 0 else SHARED for steps in since)
+    words = {"indexer_types": {}, "index_topk_pattern": {"F": FULL, "S": SHARED}}
+    stated = {
+        key: _per_layer(raw, key, names | {"full": FULL, "shared": SHARED})
+        for key, names in words.items()
+        if raw.get(key) is not None
+    }
+    if not stated or raw.get("index_topk_freq") is not None:
+        every = max(raw.get("index_topk_freq") or 1, 1)
+        offset = raw["index_skip_topk_offset"] if raw.get("index_skip_topk_offset") is not None else 2
+        since = (max(layer - offset + 1, 0) for layer in range(raw["num_hidden_layers"]))
+        stated["index_topk_freq"] = tuple(FULL if steps % every == 0 else SHARED for steps in since)
+    return _first_of(stated)
+
+
+def _first_of(stated: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The kinds of layers under the name that counts, which is the first; a note of the first layer that another name
+    calls something else."""
+    (name, kinds), *others = stated.items()
+    for other, differing in others:
+        layers = [layer for layer, (kind, one) in enumerate(zip(kinds, differing, strict=True)) if kind != one]
+        if layers:
+            note(
+                f"{name} and {other} of config.json disagree, first on layer {layers[0]} ({kinds[layers[0]]!r} and "
+                f"{differing[layers[0]]!r}); {name} counts, as in transformers"
+            )
+    return kinds
 
 
 def _mlp_kinds(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    stated = {}
     if raw.get("mlp_layer_types") is not None:
-        return _per_layer(raw, "mlp_layer_types", {"dense": DENSE, "sparse": MOE})
-    dense = raw["first_k_dense_replace"] if raw.get("first_k_dense_replace") is not None else 3
-    every = raw.get("moe_layer_freq") or 1
-    if not isinstance(every, int):
-        raise ValueError(f"moe_layer_freq {every!r} is not an integer; say which layers are MoE with mlp_layer_types")
-    return tuple(MOE if i >= dense and i % every == 0 else DENSE for i in range(raw["num_hidden_layers"]))
-
-
-def _rope(raw: Mapping[str, Any]) -> RopeConfig:
-    stated = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = stated.get("rope_type", stated.get("type", "default"))
-    theta = stated.get("rope_theta", raw.get("rope_theta"))
-    if kind not in ("default", "yarn") or any(isinstance(value, Mapping) for value in stated.values()):
-        found = repr(kind) if kind not in ("default", "yarn") else "one per layer type"
-        raise ValueError(
-            f"rope type {found} is not supported; supported: 'default', 'yarn', one for all layers; a longer context "
-            "needs a checkpoint trained with one of them"
-        )
-    if theta is None:
-        raise ValueError(
-            "config.json lacks rope_theta (in rope_parameters or beside it); add what the model was trained with"
-        )
-    if stated.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ValueError(
-            f"partial_rotary_factor {stated['partial_rotary_factor']} is not supported; all qk_rope_head_dim dims are "
-            "rotated, so it must be 1"
-        )
-    if kind == "default":
-        return RopeConfig(theta=float(theta))
-    if stated.get("truncate") is False:
-        raise ValueError("YaRN with truncate false is not supported; its ramp starts and ends at whole pairs")
-    reach = raw.get("max_position_embeddings") or _DEFAULTS_OF[raw["model_type"]]["max_position_embeddings"]
-    original = stated.get("original_max_position_embeddings") or reach
-    factor = stated["factor"] if stated.get("factor") is not None else reach / original
-    mscale, all_dim = stated.get("mscale"), stated.get("mscale_all_dim")
-    plain = RopeConfig(kind="yarn", factor=float(factor), mscale=1.0, mscale_all_dim=0.0)
-    # The ratio of the mscales counts only where both are given; else cosines and sines get the plain YaRN factor.
-    derived = None if (mscale and all_dim) or not all_dim else plain.attention_factor()
-    stated_factor = stated.get("attention_factor")
-    return RopeConfig(
-        theta=float(theta),
-        kind="yarn",
-        factor=float(factor),
-        original_max_positions=int(original),
-        beta_fast=float(stated.get("beta_fast") or 32),
-        beta_slow=float(stated.get("beta_slow") or 1),
-        mscale=float(mscale) if mscale and all_dim else 1.0,
-        mscale_all_dim=float(all_dim or 0.0),
-        cos_sin_factor=float(stated_factor) if stated_factor is not None else derived,
-    )
-
-
-def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    if rope.kind == "default":
-        return {}
-    raw = {
-        "factor": rope.factor,
-        "original_max_position_embeddings": rope.original_max_positions,
-        "beta_fast": rope.beta_fast,
-        "beta_slow": rope.beta_slow,
-        "mscale": rope.mscale,
-        "mscale_all_dim": rope.mscale_all_dim,
-    }
-    derivable = rope.mscale_all_dim != 0 and rope.mscale != 0 or rope.mscale == 1.0
-    if rope.cos_sin_factor is not None or not derivable:
-        raw["attention_factor"] = rope.attention_factor()
-    return raw
+        stated["mlp_layer_types"] = _per_layer(raw, "mlp_layer_types", {"dense": DENSE, "sparse": MOE})
+    if not stated or raw.get("first_k_dense_replace") is not None or raw.get("moe_layer_freq") not in (None, 1):
+        dense = raw["first_k_dense_replace"] if raw.get("first_k_dense_replace") is not None else 3
+        every = raw.get("moe_layer_freq") or 1
+        if not isinstance(every, int):
+            raise ValueError(
+                f"moe_layer_freq {every!r} is not an integer; say which layers are MoE with mlp_layer_types alone"
+            )
+        layers = range(raw["num_hidden_layers"])
+        stated["first_k_dense_replace"] = tuple(MOE if i >= dense and i % every == 0 else DENSE for i in layers)
+    return _first_of(stated)

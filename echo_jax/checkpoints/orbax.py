@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from echo_jax.checkpoints.layout import stored_tensors
+from echo_jax.checkpoints.notes import note
 from echo_jax.checkpoints.safetensors import Shardings, flatten, nest
 from echo_jax.models.config import DsaConfig, RopeConfig
 from echo_jax.models.dsa import Params
@@ -34,10 +36,13 @@ def save_params(path: str | Path, params: Params, config: DsaConfig, *, overwrit
         checkpointer.save(path, items, force=overwrite)
 
 
-def restore_params(path: str | Path, sharding: Shardings = None) -> tuple[DsaConfig, Params]:
+def restore_params(
+    path: str | Path, sharding: Shardings = None, *, allow_nonfinite: bool = False
+) -> tuple[DsaConfig, Params]:
     """Config and params of a folder of `save_params`, each array straight onto its sharding, in its stored dtype.
 
     sharding: as in `load_folder`; None puts everything on the default device. It need not be the one that was saved.
+    allow_nonfinite: restore NaN and infinities, with a `CheckpointNote` that names the parameters, instead of refusing.
     Raises FileNotFoundError for a missing folder and ValueError for one that `save_params` did not write, or whose
     shapes are not those of its config.
     """
@@ -56,7 +61,20 @@ def restore_params(path: str | Path, sharding: Shardings = None) -> tuple[DsaCon
             for leaf, array in stored.items()
         }
         restored = checkpointer.restore(path, ocp.args.Composite(params=ocp.args.StandardRestore(target)))
-    return config, nest(restored["params"])
+    params = restored["params"]
+    if odd := sorted(leaf for leaf, value in params.items() if not _is_finite(value)):
+        shown = ", ".join(odd[:3]) + ", ..." * (len(odd) > 3)
+        text = f"{len(odd)} parameters in {str(path)!r} hold NaN or infinities: {shown}"
+        if not allow_nonfinite:
+            raise ValueError(f"{text}; restore an earlier checkpoint, or pass allow_nonfinite=True")
+        note(text)
+    return config, nest(params)
+
+
+@jax.jit
+def _is_finite(value: jax.Array) -> jax.Array:
+    """Where the shards are; no second array of this size."""
+    return jnp.isfinite(value).all()
 
 
 def _checkpointer() -> ocp.Checkpointer:

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,33 +24,41 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from echo_jax.checkpoints.checks import check_tensors, check_unindexed, describe_nonfinite
+from echo_jax.checkpoints.contents import read_object
 from echo_jax.checkpoints.files import (
-    FLOATS,
     FP8,
     INDEX_FILE,
-    SCALE_DTYPES,
-    SCALE_SUFFIX,
     SINGLE_FILE,
-    Entry,
+    nonfinite,
     open_weights,
     read_tensor,
     with_single_experts,
 )
-from echo_jax.checkpoints.hf_config import check_quantization, config_from_hf, config_to_hf
+from echo_jax.checkpoints.hf_config import (
+    check_quantization,
+    config_from_hf,
+    config_to_hf,
+    predicted_layers,
+    quantization_of,
+)
 from echo_jax.checkpoints.layout import StoredTensor, is_never_narrowed, stored_tensors
-from echo_jax.models.config import FULL, DsaConfig
+from echo_jax.checkpoints.notes import note
+from echo_jax.models.config import DsaConfig
 from echo_jax.models.dsa import Params
 
 Shardings = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
 """One sharding for every parameter, or a function of its path ("layers/3/moe/gate") and shape. None: default device."""
 
+QUANTIZATION_FILE = "hf_quant_config.json"
 _TARGETS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
-_NO_PARAMETER = re.compile(r"\.rotary_emb\.inv_freq$")
-"""Constants that old exports stored beside the weights."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """`config.json` of a model folder. FileNotFoundError without the folder or the file, ValueError for bad JSON."""
+    """`config.json` of a model folder, with the quantisation that modelopt writes into a file of its own.
+
+    FileNotFoundError without the folder or the file, ValueError for what is not JSON.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"model folder {str(folder)!r} does not exist; give the path of a Hugging Face folder")
@@ -62,17 +69,21 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"{str(folder)!r} has no config.json (it holds {found}); give the folder that has config.json beside the "
             "safetensors files"
         )
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r} is not JSON ({error}); fetch it again") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{str(file)!r} holds a {type(raw).__name__}, not an object of settings; fetch it again")
+    raw = read_object(file, "settings")
+    if quantization_of(raw) is None and (folder / QUANTIZATION_FILE).is_file():
+        stated = read_object(folder / QUANTIZATION_FILE, "settings").get("quantization")
+        raw["quantization_config"] = {"quant_method": "modelopt"} | (stated if isinstance(stated, dict) else {})
     return raw
 
 
 def load_folder(
-    path: str | Path, *, dtype: str | None = "float32", sharding: Shardings = None, allow_extra: bool = False
+    path: str | Path,
+    *,
+    dtype: str | None = "float32",
+    sharding: Shardings = None,
+    allow_extra: bool = False,
+    allow_unindexed: bool = False,
+    allow_nonfinite: bool = False,
 ) -> tuple[DsaConfig, Params]:
     """The model in a Hugging Face folder: its config, and its parameters on their devices.
 
@@ -81,10 +92,13 @@ def load_folder(
         config.json calls its dtype. Router, its bias and the indexer's head weights are never narrowed.
     sharding: where parameters go; see `Shardings`.
     allow_extra: do not refuse tensors that this model has no place for.
+    allow_unindexed: ignore tensors that a shard holds and the index does not name, instead of refusing the folder. They
+        are never read: the index decides what the model is.
+    allow_nonfinite: load NaN and infinities, with a `CheckpointNote` that names the tensors, instead of refusing.
 
-    Layers from num_hidden_layers on (multi-token prediction) are skipped, and indexer weights in a shared layer. Raises
-    FileNotFoundError for a missing folder, config or shard and ValueError for whatever does not fit, before any weight
-    is read.
+    Layers of multi-token prediction (`num_nextn_predict_layers` of them, from num_hidden_layers on) are skipped, and
+    indexer weights in a shared layer. Raises FileNotFoundError for a missing folder, config or shard and ValueError for
+    whatever does not fit, before any weight is read; NaN and infinities are found as each tensor is read.
     """
     if dtype not in ("float32", "bfloat16", None):
         raise ValueError(f"dtype {dtype!r} is not supported; use 'float32', 'bfloat16' or None (as stored)")
@@ -92,8 +106,10 @@ def load_folder(
     config = config_from_hf(raw)
     block = check_quantization(raw)
     tensors = list(stored_tensors(config))
-    files = with_single_experts(open_weights(Path(path)))
-    _check(tensors, files, config, block, allow_extra)
+    weights = open_weights(Path(path))
+    files = with_single_experts(weights.entries)
+    check_tensors(tensors, files, weights.unindexed, config, block, predicted_layers(raw), allow_extra)
+    check_unindexed(weights.unindexed, allow_unindexed)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
     target = _TARGETS[config.dtype] if dtype is None else _TARGETS[dtype]
@@ -103,8 +119,13 @@ def load_folder(
 
     params: dict[str, jax.Array] = {}
     stacks: dict[str, np.ndarray] = {}
+    odd: list[str] = []
     for tensor in tensors:
         stored = read_tensor(tensor.name, files, block)
+        if count := nonfinite(stored):
+            odd.append(describe_nonfinite(files[tensor.name], files, count))
+            if not allow_nonfinite:
+                raise ValueError(f"{odd[0]}; fetch the file again, or pass allow_nonfinite=True (--allow-nonfinite)")
         is_quantised = files[tensor.name].dtype == FP8
         for leaf, value in zip(tensor.leaves, tensor.to_params(stored), strict=True):
             keep = stored.dtype if dtype is None and not is_quantised else target
@@ -119,6 +140,8 @@ def load_folder(
             stack[tensor.expert] = value
             if tensor.expert == tensor.expert_count - 1:
                 params[leaf] = place(leaf, stacks.pop(leaf))
+    if odd:
+        note(f"{len(odd)} tensors with NaN or infinities were loaded: {'; '.join(odd[:3])}{'; ...' * (len(odd) > 3)}")
     return config, nest(params)
 
 
@@ -134,70 +157,6 @@ def nest(params: dict[str, Any]) -> Params:
     layers = tree["layers"]
     tree["layers"] = tuple(layers[str(index)] for index in range(len(layers)))
     return tree
-
-
-def _check(
-    tensors: list[StoredTensor], files: dict[str, Entry], config: DsaConfig, block: tuple[int, int], allow_extra: bool
-) -> None:
-    """Every tensor is there, of a known dtype and the right shape, with its scales; and nothing else is."""
-    used: set[str] = set()
-    for tensor in tensors:
-        entry = files.get(tensor.name)
-        if entry is None:
-            raise ValueError(_missing(tensor, config))
-        where = f"{tensor.name} in {str(entry.file)!r}"
-        if entry.dtype not in (*FLOATS, FP8):
-            raise ValueError(
-                f"{where} has dtype {entry.dtype}; supported: {', '.join((*FLOATS, FP8))}; convert it to one of them"
-            )
-        if entry.used_shape() != tensor.shape:
-            raise ValueError(
-                f"{where} has shape {list(entry.used_shape())} but config.json asks for {list(tensor.shape)}; "
-                "config and weights are of different models, correct config.json or fetch both again"
-            )
-        used.add(tensor.name)
-        if entry.dtype != FP8:
-            continue
-        if entry.scale is None:
-            raise ValueError(f"{where} is FP8 but {tensor.name}{SCALE_SUFFIX} is missing; fetch the file again")
-        scale = files[entry.scale]
-        asked = (*entry.shape[:-2], *(-(-size // part) for size, part in zip(entry.shape[-2:], block, strict=True)))
-        if scale.shape != asked or scale.dtype not in SCALE_DTYPES:
-            raise ValueError(
-                f"{entry.scale} has {scale.dtype} {list(scale.shape)} but {list(entry.shape)} in blocks of "
-                f"{list(block)} needs {', '.join(SCALE_DTYPES)} {list(asked)}; check weight_block_size in "
-                "quantization_config"
-            )
-        used.add(entry.scale)
-    extra = sorted(name for name in files if name not in used and not _is_skipped(name, config))
-    if extra and not allow_extra:
-        raise ValueError(
-            f"{len(extra)} tensors have no place in this model, first {extra[0]} in {str(files[extra[0]].file)!r}; "
-            "without them it would give other answers than its authors'; check config.json, or pass "
-            "allow_extra=True to drop them"
-        )
-
-
-def _missing(tensor: StoredTensor, config: DsaConfig) -> str:
-    text = f"tensor {tensor.name} {list(tensor.shape)} is missing"
-    if "/indexer/" in tensor.leaves[0]:
-        layer = int(tensor.leaves[0].split("/")[1])
-        assert config.layer_kinds[layer] == FULL
-        return (
-            f"{text}, but layer {layer} is a full layer and needs its own indexer; call it 'shared' in indexer_types, "
-            "or fetch the weights again"
-        )
-    if tensor.name == "lm_head.weight":
-        return f"{text}, but tie_word_embeddings is false; set it true if the model shares its embedding"
-    return f"{text}; config.json describes another model, or a file is missing: fetch both again"
-
-
-def _is_skipped(name: str, config: DsaConfig) -> bool:
-    if match := re.match(r"model\.layers\.(\d+)\.(self_attn\.indexer\.)?", name):
-        layer = int(match[1])
-        if layer >= config.num_layers or (match[2] and config.layer_kinds[layer] != FULL):
-            return True
-    return bool(_NO_PARAMETER.search(name)) or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
 def save_folder(

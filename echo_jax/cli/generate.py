@@ -15,11 +15,11 @@ from typing import Any
 import jax
 
 from echo_jax import _compat, hostmem
-from echo_jax.checkpoints import end_token_ids, load_folder, load_tokenizer
+from echo_jax.checkpoints import end_token_ids, load_tokenizer
 from echo_jax.cli import options as options_lib
 from echo_jax.cli import output
 from echo_jax.cli.errors import InputError, refusing_wrong_input
-from echo_jax.cli.models import DTYPES, Prompt, find_model, parameter_dtype, read_prompts, shape_of
+from echo_jax.cli.models import DTYPES, FolderOptions, Prompt, find_model, parameter_dtype, read_prompts, shape_of
 from echo_jax.cli.options import option
 from echo_jax.cli.pools import PoolOptions
 from echo_jax.cli.text import Printer
@@ -38,7 +38,7 @@ exit status: 0 done (and, with --check, no difference), 1 --check found a differ
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateOptions(PoolOptions):
+class GenerateOptions(FolderOptions, PoolOptions):
     """Continues prompts with a DSA model whose KV cache lives in host memory."""
 
     model: str = option(
@@ -152,7 +152,7 @@ def _prepare(options: GenerateOptions, prompts: list[Prompt]) -> _Job:
     memory = hostmem.choose(implementation=options.host_memory)
     _refuse_absent_kernels(options, memory, jax.default_backend())
     stop_tokens = () if options.ignore_eos else end_token_ids(folder)
-    model, params = load_folder(folder, dtype=parameter_dtype(options.dtype))
+    model, params = options.load(folder, parameter_dtype(options.dtype))
     return _Job(options, options.decode_config(model, **sizes), params, prompts, sampling, stop_tokens, memory)
 
 

@@ -16,7 +16,17 @@ from typing import Any
 
 REQUIRED = dataclasses.MISSING
 
-GROUPS = ("input", "cache", "prefetch and eviction", "implementations", "sampling", "comparison", "budget", "output")
+GROUPS = (
+    "input",
+    "weights",
+    "cache",
+    "prefetch and eviction",
+    "implementations",
+    "sampling",
+    "comparison",
+    "budget",
+    "output",
+)
 """Titles in `--help`, in this order."""
 
 

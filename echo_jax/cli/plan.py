@@ -22,7 +22,7 @@ from echo_jax.checkpoints.layout import is_never_narrowed, stored_tensors
 from echo_jax.cli import options as options_lib
 from echo_jax.cli import output
 from echo_jax.cli.errors import InputError, refusing_wrong_input
-from echo_jax.cli.models import DTYPES, shape_of
+from echo_jax.cli.models import DTYPES, planned_shape, stored_weight_bytes
 from echo_jax.cli.options import option
 from echo_jax.cli.pools import PoolOptions
 from echo_jax.config import CacheConfig
@@ -56,10 +56,15 @@ class PlanOptions(PoolOptions):
     """Prints device and host bytes of a model and its cache before anything is allocated."""
 
     model: str = option(
-        "a preset, a model of this package, or a Hugging Face folder", metavar="NAME|FOLDER", group="input"
+        "a preset, a model of this package, a Hugging Face folder or its config.json alone",
+        metavar="NAME|FOLDER",
+        group="input",
     )
     dtype: str = option(
-        "of the parameters; auto and stored are what the model says", "auto", choices=DTYPES, group="input"
+        "of the parameters; auto and stored are what the model says, quantised or not",
+        "auto",
+        choices=DTYPES,
+        group="input",
     )
     seats: int = option("requests that run together", 1, metavar="B", group="cache")
     context: int | None = option(
@@ -94,14 +99,16 @@ def execute(options: PlanOptions) -> int:
     with refusing_wrong_input():
         if options.seats < 1:
             raise InputError(f"--seats is {options.seats} but must be at least 1")
-        model = shape_of(options.model)
+        model, weights = planned_shape(options.model), options.weight_memory
         if options.dtype in ("float32", "bfloat16"):
             model = dataclasses.replace(model, dtype=options.dtype)
+        elif weights is None:
+            weights = stored_weight_bytes(options.model)
         context = min(model.max_positions, 131072) if options.context is None else options.context
         config = options.decode_config(model, seats=options.seats, capacity=context)
         rows = output.Rows(options.json, options.output)
     with rows:
-        weights = parameter_bytes(model) if options.weight_memory is None else options.weight_memory
+        weights = parameter_bytes(model) if weights is None else weights
         bill = bill_of(config, weights)
         facts = _facts(config)
         fits = [] if options.device_memory is None else _fits(options, config, weights, context)

@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 
-from echo_jax.checkpoints import end_token_ids, load_folder, load_tokenizer
+from echo_jax.checkpoints import end_token_ids, load_tokenizer
 from echo_jax.cli import options as options_lib
 from echo_jax.cli import output
 from echo_jax.cli.errors import InputError, nearest, refusing_wrong_input
-from echo_jax.cli.models import DTYPES, Prompt, find_model, parameter_dtype, read_prompts, shape_of
+from echo_jax.cli.models import DTYPES, FolderOptions, Prompt, find_model, parameter_dtype, read_prompts, shape_of
 from echo_jax.cli.options import option
 from echo_jax.cli.pools import FORMATS, PoolOptions
 from echo_jax.decode import DecodeConfig
@@ -51,7 +51,7 @@ exit status: 0 done, 2 wrong input, 130 interrupted"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TraceOptions:
+class TraceOptions(FolderOptions):
     """Records index scores of a model (record), makes synthetic ones (synth), says how local they are (describe)."""
 
     action: tuple[str, ...] = option(
@@ -190,7 +190,7 @@ def _record(options: TraceOptions) -> TraceInfo:
         info = _header(options, config, watch, prompts, folder)
         writer = Writer(_out(options), info, overwrite=options.overwrite)
         stop_tokens = () if options.ignore_eos else end_token_ids(folder)
-        shape, params = load_folder(folder, dtype=parameter_dtype(options.dtype))
+        shape, params = options.load(folder, parameter_dtype(options.dtype))
         config = _config(options, shape, tokens)
     done = [0] * len(prompts)
     steps = len(prompts) * options.max_new_tokens

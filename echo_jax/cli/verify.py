@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from echo_jax import state as state_lib
-from echo_jax.checkpoints.safetensors import load_folder
 from echo_jax.cli import options as options_lib
 from echo_jax.cli import output, reference
 from echo_jax.cli.errors import InputError, refusing_wrong_input
+from echo_jax.cli.models import FolderOptions
 from echo_jax.cli.options import option
 from echo_jax.cli.reference import Request
 from echo_jax.decode import DecodeConfig, cache_config, decode_step
@@ -49,8 +49,8 @@ a reference file holds, for each request r = 0, 1, ... (P prompt tokens, N cache
 exit status: 0 all agrees, 1 something differs, 2 wrong input"""
 
 
-@dataclasses.dataclass(frozen=True)
-class VerifyOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyOptions(FolderOptions):
     """Compares a model folder against answers computed elsewhere, in float32, with and without offload."""
 
     folder: Path = option("Hugging Face folder of the model", metavar="FOLDER", positional=True, group="input")
@@ -109,7 +109,7 @@ class Finding:
 def execute(options: VerifyOptions) -> int:
     """Runs the command; 0 where everything agrees, 1 where something differs."""
     with refusing_wrong_input():
-        model, params = load_folder(options.folder, dtype="float32")
+        model, params = options.load(options.folder, "float32")
         requests = reference.read(options.reference, model)
         config = barely_legal(model, requests)
         rows = output.Rows(options.json, options.output)

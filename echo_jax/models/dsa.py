@@ -17,6 +17,7 @@ Parameters, one dict a layer (E hidden size, R latent width, Q query latent, H h
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -249,19 +250,26 @@ def rope_frequencies(rope: RopeConfig, width: int) -> np.ndarray:
 
     YaRN (arXiv 2309.00071, section 3.2): pairs that turn more than `beta_fast` times over the original context keep
     their frequency, pairs that turn less than `beta_slow` times are slowed by `factor`, a linear ramp between.
+
+    Powers and products are rounded to float32 in the order of transformers. Float64 until the end differs in about ten
+    of 32 pairs by up to 2 ulp, which at position 1,048,575 is 0.06 radians. The power itself is taken in float64 and
+    rounded once, so that it is the same on every machine.
     """
-    exponents = np.arange(0, width, 2, dtype=np.float64) / width
-    plain = 1.0 / rope.theta**exponents
+    one = np.float32(1)
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    periods = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
     if rope.kind == "default":
-        return plain.astype(np.float32)
+        return one / periods
 
     def pair_that_turns(times: float) -> float:
-        return width * np.log(rope.original_max_positions / (times * 2 * np.pi)) / (2 * np.log(rope.theta))
+        return width * math.log(rope.original_max_positions / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(np.floor(pair_that_turns(rope.beta_fast)), 0)
-    high = min(np.ceil(pair_that_turns(rope.beta_slow)), width - 1)
-    slow_share = np.clip((np.arange(width // 2) - low) / max(high - low, 0.001), 0, 1)
-    return (plain / rope.factor * slow_share + plain * (1 - slow_share)).astype(np.float32)
+    low = max(math.floor(pair_that_turns(rope.beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(rope.beta_slow)), width - 1)
+    steps = (np.arange(width // 2, dtype=np.float32) - np.float32(low)) / np.float32(max(high - low, 0.001))
+    kept_share = one - np.clip(steps, 0, 1)
+    slowed = one / (np.float32(rope.factor) * periods)
+    return slowed * (one - kept_share) + one / periods * kept_share
 
 
 def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array, interleave: bool) -> jax.Array:

@@ -1,6 +1,7 @@
 """`echo-jax plan`: the bill against numbers worked out by hand, without any device."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 
 from echo_jax import state as state_lib
+from echo_jax.checkpoints.quantized import weight_bytes
 from echo_jax.cli import plan
 from echo_jax.cli.pools import PoolOptions
 from echo_jax.engine import bytes_on_device
 from echo_jax.models.presets import PRESETS, parameter_count
 from echo_jax.prefill import prefill_chunk
+from tests.checkpoint_support import GLM_SHARED, HUB_FP8, V32_TINY, copy_folder
 
 V32 = ("plan", "--model", "v32", "--context", 64_000, "--record-format", "fp8", "--key-format", "fp8")
 
@@ -139,3 +142,34 @@ def test_no_device_is_asked(environment):
     )
     assert done.returncode == 0, done.stderr
     assert "index keys alone" in done.stdout and done.stderr == ""
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8}
+
+
+def test_plan_of_a_quantised_config_alone(echo_jax, tmp_path):
+    """Such a folder is not loaded, but how much memory it would take is known from its config."""
+    folder = copy_folder(V32_TINY, tmp_path, dtype="bfloat16", quantization_config=AWQ)
+    (folder / "model.safetensors").unlink()
+    raw = json.loads((folder / "config.json").read_text())
+    shown = []
+    for name in (folder, folder / "config.json"):
+        done = echo_jax("plan", "--model", name, "--json")
+        assert by_kind(done)["parameters"] == weight_bytes(raw)
+        shown.append(done.err)
+    assert "echo-jax: note: the weights are counted as stored" in shown[0] and "'awq' is not supported" in shown[0]
+    bfloat16 = by_kind(echo_jax("plan", "--model", folder, "--dtype", "bfloat16", "--json"))["parameters"]
+    assert bfloat16 == weight_bytes({key: value for key, value in raw.items() if key != "quantization_config"})
+    given = echo_jax("plan", "--model", folder, "--weight-memory", "7B", "--json")
+    assert by_kind(given)["parameters"] == 7
+    refused = echo_jax("generate", "--model", folder, "--prompt-file", folder / "config.json")
+    assert "convert the weights to bfloat16" in refused.error()
+    unknown = copy_folder(GLM_SHARED, tmp_path, quantization_config={"quant_method": "squeeze"})
+    assert "give the bytes with --weight-memory" in echo_jax("plan", "--model", unknown).err
+    assert echo_jax("plan", "--model", unknown, "--weight-memory", "7B").status == 0
+
+
+def test_plan_of_an_fp8_config_counts_what_loading_makes_of_it(echo_jax):
+    done = echo_jax("plan", "--model", HUB_FP8, "--json")
+    raw = json.loads((HUB_FP8 / "config.json").read_text())
+    assert by_kind(done)["parameters"] == weight_bytes(raw | {"quantization_config": None})
