@@ -67,12 +67,14 @@ def cache_config(
     **options: Any,
 ) -> CacheConfig:
     """The cache of a model. Sizes are rounded up to pages; without host_rows every seat can be full at once, without
-    device_slots the pool holds 4 K rows a seat (at least what one step needs, at most every host row)."""
+    device_slots the pool holds 4 K rows a seat (at least what one step and the warm windows need, else at most every
+    host row)."""
     capacity = -(-capacity // PAGE) * PAGE
     host_rows = seats * capacity if host_rows is None else -(-host_rows // PAGE) * PAGE
     top_k = options.pop("top_k", model.index_topk)
     needed = seats * options.get("tokens_per_step", 1) * (top_k + 1)
-    ample = max(needed, min(4 * seats * top_k, host_rows))
+    warmed = options.get("warm_windows", 0) * top_k
+    ample = max(needed, warmed, min(4 * seats * top_k, host_rows))
     options = {"threshold": Ema(), "eviction": Lru()} | options
     return CacheConfig(
         layer_kinds=model.layer_kinds,

@@ -26,6 +26,13 @@ def _shift_down(priority: jax.Array, shift: jax.Array) -> jax.Array:
     return jnp.where(priority < LOWEST + shift, jnp.int32(LOWEST), priority - shift)
 
 
+def _check_steps(name: str, steps: int, least: int = 0) -> None:
+    """Refuses a number of steps with which a priority, step + steps or step - steps, could wrap round: steps are below
+    REBASE_AT."""
+    if not least <= steps <= REBASE_AT - 2:
+        raise ValueError(f"{name} is {steps} but must lie in {least}..{REBASE_AT - 2} steps, so that no priority wraps")
+
+
 @dataclasses.dataclass(frozen=True)
 class Lru:
     """Least recently used: the step of last selection or write."""
@@ -54,6 +61,9 @@ class ScoreWeighted:
 
     bonus_steps: int = 16
 
+    def __post_init__(self):
+        _check_steps("score bonus_steps", self.bonus_steps)
+
     def touch(self, priority, was_free, step, score):
         bonus = jnp.where(jnp.isnan(score), 0.0, jax.nn.sigmoid(score)) * self.bonus_steps
         return step + jnp.round(bonus).astype(jnp.int32)
@@ -70,8 +80,7 @@ class Clock:
     period: int = 16
 
     def __post_init__(self):
-        if self.period < 1:
-            raise ValueError(f"clock period is {self.period} but must be at least 1 step")
+        _check_steps("clock period", self.period, least=1)
 
     def touch(self, priority, was_free, step, score):
         return step // self.period
@@ -90,8 +99,7 @@ class TwoQueue:
     probation: int = 16
 
     def __post_init__(self):
-        if self.probation < 0:
-            raise ValueError(f"two-queue probation is {self.probation} but must not be negative")
+        _check_steps("two-queue probation", self.probation)
 
     def touch(self, priority, was_free, step, score):
         return jnp.where(was_free, step - self.probation, step)

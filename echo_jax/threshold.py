@@ -14,6 +14,9 @@ import jax.numpy as jnp
 
 from echo_jax.types import ThresholdPolicy
 
+MAX_WINDOW = 4096
+"""Scores that a policy may remember of one request in one layer."""
+
 NO_HISTORY = float("inf")
 """The threshold of a request without history: nothing scores above it, so nothing is copied ahead."""
 
@@ -164,6 +167,10 @@ class Random:
     deviation: float = 1.0
     seed: int = 0
 
+    def __post_init__(self):
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"random seed is {self.seed} but must lie in 0..{2**32 - 1}")
+
     def init(self):
         return (jnp.float32(0.0), jnp.uint32(0))
 
@@ -185,8 +192,8 @@ class Quantile:
     def __post_init__(self):
         if not 0 <= self.share <= 1:
             raise ValueError(f"quantile share is {self.share} but must lie in [0, 1]")
-        if self.window < 1:
-            raise ValueError(f"quantile window is {self.window} but must be at least 1 score")
+        if not 1 <= self.window <= MAX_WINDOW:
+            raise ValueError(f"quantile window is {self.window} scores but must lie in 1..{MAX_WINDOW}")
 
     def init(self):
         return (jnp.zeros((self.window,), jnp.float32), jnp.int32(0))
@@ -283,8 +290,10 @@ class Listing:
     def __post_init__(self):
         if not isinstance(self.policy, ThresholdPolicy):
             raise ValueError(f"listing adds a bound to a threshold policy, which {self.policy!r} is not; name one")
-        if not self.z >= 0 or self.window < 1:
-            raise ValueError(f"listing z is {self.z} and window is {self.window} but must be at least 0 and 1")
+        if not self.z >= 0 or not 1 <= self.window <= MAX_WINDOW:
+            raise ValueError(
+                f"listing z is {self.z} and window is {self.window} but must be at least 0, and 1..{MAX_WINDOW} scores"
+            )
 
     def init(self):
         return (self.policy.init(), Ema().init(), jnp.float32(0.0), jnp.int32(0))

@@ -9,6 +9,9 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
+NO_EVIDENCE = 3
+"""Exit status where evidence was required and a run, without a difference, could not have shown one."""
+
 
 class InputError(Exception):
     """What the user gave cannot be served; the message is one line for them to read."""

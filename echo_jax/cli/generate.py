@@ -17,8 +17,8 @@ import jax
 from echo_jax import _compat, hostmem
 from echo_jax.checkpoints import end_token_ids, load_tokenizer
 from echo_jax.cli import options as options_lib
-from echo_jax.cli import output
-from echo_jax.cli.errors import InputError, refusing_wrong_input
+from echo_jax.cli import output, signals
+from echo_jax.cli.errors import NO_EVIDENCE, InputError, refusing_wrong_input
 from echo_jax.cli.models import DTYPES, FolderOptions, Prompt, find_model, parameter_dtype, read_prompts, shape_of
 from echo_jax.cli.options import option
 from echo_jax.cli.pools import PoolOptions
@@ -34,7 +34,8 @@ examples:
   echo-jax generate --model echo-tiny --prompt-file manual.txt --threshold ema:0.7 --cap 128 --json --output run.jsonl
   echo-jax generate --model echo-tiny --prompt-file manual.txt --threshold my_policies:Slope:0.1
 
-exit status: 0 done (and, with --check, no difference), 1 --check found a difference, 2 wrong input, 130 interrupted"""
+exit status: 0 done (and, with --check, no difference), 1 --check found a difference, 2 wrong input, 3 --require-sparse
+found nothing to prove, 130 interrupted, 143 terminated"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,12 @@ class GenerateOptions(FolderOptions, PoolOptions):
         "smallest set of tokens whose probabilities reach this, in (0, 1]", 1.0, metavar="X", group="sampling"
     )
     seed: int = option("request number r draws with seed + r", 0, metavar="N", group="sampling")
+    require_sparse: bool = option(
+        "with --check, exit 3 where the run proves nothing: no query selected among more than top_k positions, or no "
+        "row had to be fetched",
+        False,
+        group="output",
+    )
     check: bool = option(
         "run again without offload and compare lists, logits and layer digests, bit for bit", False, group="output"
     )
@@ -111,6 +118,7 @@ def execute(options: GenerateOptions) -> int:
             rows.add(_config_row(job))
             ours = _run(job, job.config, "prefill", printer)
         except KeyboardInterrupt:
+            signals.acknowledge()
             printer.interrupted()
             for row in printer.rows(is_complete=False):
                 rows.add(row)
@@ -123,15 +131,22 @@ def execute(options: GenerateOptions) -> int:
             return 0
         reference = _run(job, resident(job.config), "check: resident run", None)
         comparison = compare(ours, reference)
-        rows.add(_check_row(comparison, reference))
+        evidence = _evidence(job, ours)
+        rows.add(_check_row(comparison, reference) | {"evidence": evidence})
         if not options.json:
             _print_check(comparison, ours, reference)
-    return 1 if comparison.differences else 0
+            for words in _lacking(job, evidence):
+                output.console().print(f"         {words}", style="yellow")
+    if comparison.differences:
+        return 1
+    return NO_EVIDENCE if options.require_sparse and _lacking(job, evidence) else 0
 
 
 def _prepare(options: GenerateOptions, prompts: list[Prompt]) -> _Job:
     """Checks in order of cost: options, sizes, host memory, and the weights last."""
     sampling = Sampling(options.temperature, options.top_p)
+    if options.require_sparse and not options.check:
+        raise InputError("--require-sparse asks for evidence, which only --check makes; add --check")
     if not 0 <= options.seed < 2**32:
         raise InputError(f"--seed is {options.seed} but must lie in 0..{2**32 - 1}")
     if options.max_new_tokens < 1:
@@ -224,6 +239,28 @@ def _config_row(job: _Job) -> dict[str, Any]:
     return {"row": "config", "command": "generate"} | options_lib.record(job.options) | {"resolved": resolved}
 
 
+def _evidence(job: _Job, run: Generation) -> dict[str, Any]:
+    """What the comparison could have caught: queries that selected among more positions than top_k, and the rows that
+    decode steps had to move."""
+    lengths = [len(prompt.tokens) + len(tokens) - 1 for prompt, tokens in zip(job.prompts, run.tokens, strict=True)]
+    sparse = sum(max(0, length - job.config.cache.top_k) for length in lengths)
+    moved = run.moved.total() if run.moved.steps else {}
+    counts = {name: int(moved.get(name, 0)) for name in ("evicted", "useful", "recalled")}
+    return {"sparse_queries": sparse} | counts
+
+
+def _lacking(job: _Job, evidence: dict[str, Any]) -> list[str]:
+    """What the comparison does not prove, in words."""
+    if not evidence["sparse_queries"]:
+        return [
+            f"nothing was sparse: no context exceeds top_k, {job.config.cache.top_k}, so every position was selected; "
+            "take a longer prompt"
+        ]
+    if not evidence["useful"] + evidence["recalled"]:
+        return ["nothing was fetched: every selected row was resident; lower --device-slots, or continue for longer"]
+    return []
+
+
 def _moved_rows(job: _Job, run: Generation) -> list[dict[str, Any]]:
     """One row a layer and one of totals. Without a decode step (one new token) no row of a layer exists."""
     has_steps = run.moved.steps > 0
@@ -254,6 +291,11 @@ def _check_row(comparison: Comparison, reference: Generation) -> dict[str, Any]:
 
 _COLUMNS = ("layer", "hit rate", "hits", "useful", "wasted", "recalled", "refused", "evicted", "to device", "to host")
 
+_LEGEND = (
+    "of the selected rows: hits were on the device, useful were prefetched, recalled were fetched on demand; wasted: "
+    "prefetched, not selected; refused: over the cap; evicted: lost their slot"
+)
+
 
 def _print_moved(job: _Job, run: Generation) -> None:
     console = output.console()
@@ -264,7 +306,7 @@ def _print_moved(job: _Job, run: Generation) -> None:
         table = output.table(f"what moved in {total['steps']} decode steps (rows)", _COLUMNS)
         for row in (*rows, total):
             table.add_row(*_cells(row), style="bold" if row is total else None)
-        console.print(table)
+        output.show(table, _LEGEND)
     else:
         console.print("\nno decode step: the first token of a request comes from its prefill")
     prefill, decoded = total["prefill_seconds"], total["new_tokens"] - len(job.prompts)

@@ -1,15 +1,18 @@
 """`echo-jax`: reads the command line, runs one command, and says its exit status.
 
 Knows the names of the commands and what every one of them has in common: absl's own flags, one line for wrong input, a
-clean end on Ctrl-C. A command's module is imported when it is named, so that `echo-jax --help` is immediate.
+clean end on Ctrl-C, SIGTERM, a full disk and a closed pipe. A command's module is imported when it is named, so that
+`echo-jax --help` is immediate.
 
-Exit status: 0 what the user hoped for, 1 a difference found, 2 wrong input, 130 interrupted.
+Exit status: 0 what the user hoped for, 1 a difference found, 2 wrong input or a full disk, 3 no evidence where it was
+required, 130 interrupted, 141 the reader of the output has gone, 143 terminated.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import re
@@ -22,6 +25,7 @@ from absl import app, flags, logging
 from absl.flags import argparse_flags
 
 from echo_jax.cli import options as options_lib
+from echo_jax.cli import signals
 from echo_jax.cli.errors import InputError, nearest, refusing_wrong_input
 
 COMMANDS = {
@@ -43,11 +47,15 @@ try:
 
 absl's flags work too (--verbosity=1 adds the traceback to an error; --helpfull lists them)"""
 
-OK, DIFFERENT, WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+OK, DIFFERENT, WRONG_INPUT, INTERRUPTED, BROKEN_PIPE, TERMINATED = 0, 1, 2, 130, 141, 143
+
+# What a file system answers when a file cannot grow or cannot be written any more: the user's to mend.
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 def run() -> NoReturn:
     """The console entry."""
+    signals.listen()
     app.run(_dispatch, flags_parser=_parse)
     raise AssertionError("absl's run ends the process")
 
@@ -86,6 +94,16 @@ class _Parser(argparse_flags.ArgumentParser):
         super().__init__(**settings)
         self.commands: dict[str, argparse.ArgumentParser] = {}
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse ignores a reader that has gone; here it is answered as everywhere."""
+        stream = file or sys.stderr
+        try:
+            stream.write(message)
+            stream.flush()
+        except BrokenPipeError:
+            _silence_standard_output()
+            raise SystemExit(BROKEN_PIPE) from None
+
     def error(self, message: str) -> NoReturn:
         words = self.prog.split()
         if unknown := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
@@ -122,22 +140,40 @@ def _dispatch(namespace: argparse.Namespace) -> int:
     try:
         with refusing_wrong_input():
             options = options_lib.from_namespace(namespace.options, namespace)
-        return namespace.execute(options)
+        status = namespace.execute(options)
+        sys.stdout.flush()  # here, where a full disk or a closed pipe has its answer
+        return status
     except InputError as error:
         return _refuse(str(error))
+    except signals.Terminated:
+        signals.acknowledge()
+        print("\necho-jax: terminated", file=sys.stderr)
+        return TERMINATED
     except KeyboardInterrupt:
+        signals.acknowledge()
         print("\necho-jax: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone (`echo-jax ... | head`); Python would complain once more when it flushes at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_standard_output()  # the reader has gone: `echo-jax ... | head`
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        _silence_standard_output()
+        where = f" {str(error.filename)!r}" if error.filename else ""
+        return _refuse(f"output{where} cannot be written: {error.strerror}; free some space, or write elsewhere")
     except MemoryError as error:
         return _refuse(f"out of host memory ({error}); {_LESS_MEMORY}")
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _refuse(f"out of memory ({str(error).splitlines()[0]}); {_LESS_MEMORY}")
+
+
+def _silence_standard_output() -> None:
+    """Python flushes it once more at the end of the process, and would complain again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _LESS_MEMORY = "lower the sizes of the cache, or the batch; `echo-jax plan` prints the bill in advance"

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from echo_jax.cli import numbers
+
 REQUIRED = dataclasses.MISSING
 
 GROUPS = (
@@ -33,8 +35,9 @@ GROUPS = (
 def option(help: str, default: Any = REQUIRED, *, group: str, metavar: str | None = None, **more: Any) -> Any:
     """A field that is an option.
 
-    The annotation gives its type: int, float, str or Path (each also `| None`), bool for a switch, tuple[Path, ...] for
-    one or more values. `more`: positional=True, choices=..., parse=function of the given text.
+    The annotation gives its type: int (also written 4k or 1M), float, str or Path (each also `| None`), bool for a
+    switch, tuple[Path, ...] for one or more values. `more`: positional=True, choices=..., parse=function of the given
+    text.
     """
     metadata = {"help": help, "group": group, "metavar": metavar} | more
     return dataclasses.field(default=default, metadata=metadata)
@@ -64,7 +67,8 @@ def _add(group: Any, field: dataclasses.Field, annotation: Any) -> None:
     if kind is bool:
         group.add_argument(*names, action="store_true", default=field.default, help=text)
         return
-    settings: dict[str, Any] = {"help": text, "type": field.metadata.get("parse", kind)}
+    parse = {int: numbers.count, float: numbers.real}.get(kind, kind)
+    settings: dict[str, Any] = {"help": text, "type": field.metadata.get("parse", parse)}
     settings["metavar"] = field.metadata["metavar"]
     if choices := field.metadata.get("choices"):
         settings["choices"] = choices

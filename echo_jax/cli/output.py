@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from echo_jax.cli import signals
+
 
 class Rows:
     """JSON rows: printed as they come with `to_stdout`, and kept for the file `path`.
@@ -49,13 +51,20 @@ class Rows:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if self._stream is None:
             return
-        self._stream.close()
-        if self._final is None:
-            return
-        if kind is None or issubclass(kind, KeyboardInterrupt):
+        keeps = kind is None or issubclass(kind, KeyboardInterrupt)
+        if kind is not None and keeps:
+            signals.acknowledge()
+        try:
+            self._stream.close()  # where the last rows are written, or are not
+        except OSError:
+            keeps = False
+            if kind is None:
+                raise
+        finally:
+            if self._final is not None and not keeps:
+                os.unlink(self._stream.name)
+        if self._final is not None and keeps:
             os.replace(self._stream.name, self._final)
-        else:
-            os.unlink(self._stream.name)
 
 
 def _open_beside(path: Path) -> tuple[Any, str | None]:
@@ -118,18 +127,32 @@ def _finite(value: Any) -> Any:
 
 def console() -> Console:
     """Standard output. Away from a terminal lines are long enough for every table, and nothing is coloured."""
-    plain = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    plain = _Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
     return (
-        plain if plain.is_terminal else Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=160)
+        plain if plain.is_terminal else _Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=160)
     )
 
 
+class _Console(Console):
+    """A reader that has gone is the caller's to answer, not this package's to end the process for."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 def table(title: str, columns: Sequence[str], text: Sequence[int] = (0,)) -> Table:
-    """An empty table; columns are numbers, aligned right, except those in `text`."""
+    """An empty table; columns are numbers, aligned right, except those in `text`. `show` prints it."""
     made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for number, name in enumerate(columns):
         made.add_column(name, justify="left" if number in text else "right", no_wrap=True)
     return made
+
+
+def show(table: Table, legend: str) -> None:
+    """Prints a table, and below it one line that says what its columns count."""
+    shown = console()
+    shown.print(table)
+    shown.print(legend, style="dim", soft_wrap=True)
 
 
 def size(count: float) -> str:

@@ -7,10 +7,8 @@ from the shapes of the portable implementation's largest values, and says so.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,8 @@ import jax.numpy as jnp
 
 from echo_jax import pinning, threshold
 from echo_jax.checkpoints.layout import is_never_narrowed, stored_tensors
+from echo_jax.cli import numbers, output
 from echo_jax.cli import options as options_lib
-from echo_jax.cli import output
 from echo_jax.cli.errors import InputError, refusing_wrong_input
 from echo_jax.cli.models import DTYPES, planned_shape, stored_weight_bytes
 from echo_jax.cli.options import option
@@ -36,19 +34,6 @@ examples:
   echo-jax plan --model echo-tiny --seats 4 --context 8192 --json
 
 exit status: 0 done, 2 wrong input"""
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def parse_size(text: str) -> int:
-    """ "141GB" or "80 GiB" or "1e9" -> bytes. Raises what argparse shows as it is."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    if not match or match[2].upper() not in _UNITS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; write a number with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
-        )
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,21 +58,24 @@ class PlanOptions(PoolOptions):
         metavar="P",
         group="cache",
     )
+    tokens_per_step: int = option(
+        "new tokens of each request in a step, as speculative decoding verifies them", 1, metavar="T", group="cache"
+    )
     device_memory: int | None = option(
         "memory of the device, such as 141GB or 80GiB: how much fits?",
         None,
         metavar="SIZE",
-        parse=parse_size,
+        parse=numbers.size,
         group="budget",
     )
     host_memory_size: int | None = option(
-        "host memory for the pool (default: no limit)", None, metavar="SIZE", parse=parse_size, group="budget"
+        "host memory for the pool (default: no limit)", None, metavar="SIZE", parse=numbers.size, group="budget"
     )
     weight_memory: int | None = option(
         "the part of the weights on this device (default: all of them)",
         None,
         metavar="SIZE",
-        parse=parse_size,
+        parse=numbers.size,
         group="budget",
     )
     json: bool = option("print JSON rows instead of tables", False, group="output")
@@ -105,7 +93,9 @@ def execute(options: PlanOptions) -> int:
         elif weights is None:
             weights = stored_weight_bytes(options.model)
         context = min(model.max_positions, 131072) if options.context is None else options.context
-        config = options.decode_config(model, seats=options.seats, capacity=context)
+        config = options.decode_config(
+            model, seats=options.seats, capacity=context, tokens_per_step=options.tokens_per_step
+        )
         rows = output.Rows(options.json, options.output)
     with rows:
         weights = parameter_bytes(model) if weights is None else weights
@@ -232,12 +222,17 @@ def _fits(options: PlanOptions, config: DecodeConfig, weights: int, context: int
 def most_requests(options: PlanOptions, config: DecodeConfig, weights: int, offload: bool) -> tuple[int, str]:
     """The largest batch that fits the budgets, and what stops the next request."""
     budget, host_budget = options.device_memory or 0, options.host_memory_size
+    # Every limit that a batch has: slots for one step, host rows, device memory, host memory.
 
     def what_stops(seats: int) -> str | None:
         cache = config.cache
         rows = seats * cache.capacity
-        slots = options.device_slots or max(seats * (cache.top_k + 1), min(4 * seats * cache.top_k, rows))
-        if offload and slots < seats * cache.tokens_per_step * (cache.top_k + 1):
+        if offload and options.host_rows is not None and rows > cache.host_rows:
+            return f"host rows ({cache.host_rows})"
+        needed = seats * cache.tokens_per_step * (cache.top_k + 1)
+        ample = max(needed, cache.warm_windows * cache.top_k, min(4 * seats * cache.top_k, rows))
+        slots = options.device_slots or ample
+        if offload and slots < needed:
             return f"device slots ({slots})"
         sizes = {"seats": seats, "host_rows": rows, "device_slots": slots, "offload": offload}
         grown = dataclasses.replace(config, cache=dataclasses.replace(cache, **sizes))
@@ -283,7 +278,7 @@ def _print(options: PlanOptions, config: DecodeConfig, bill: list, facts: dict, 
     total = device_total(config, weights)
     note = "estimate; one workspace at a time"
     table.add_row("device", "together", output.size(total), f"{total:,}", note, style="bold")
-    console.print(table)
+    output.show(table, "exact: summed from array shapes; estimate: the largest arrays of the portable implementation")
     console.print(
         f"\none more token: {output.size(facts['device_bytes_offloaded'])} on the device and "
         f"{output.size(facts['host_bytes_offloaded'])} on the host; without offload "
@@ -305,7 +300,7 @@ def _print(options: PlanOptions, config: DecodeConfig, bill: list, facts: dict, 
     for row in fits[:-1]:
         name = "with offload" if row["offload"] else "without offload"
         table.add_row(name, f"{row['requests']:,}", f"{row['tokens']:,}", row["limited_by"])
-    console.print(table)
+    output.show(table, "requests of the context above that run together, and the first limit that the next one passes")
     alone = fits[-1]["index_keys_alone_fill_device_at_tokens"]
     console.print(
         f"\nresident index keys alone fill the device, beside the weights, at {alone:,} tokens of context in all"

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import importlib
 import inspect
+import math
+import numbers
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,6 +25,8 @@ from echo_jax import eviction, threshold
 from echo_jax.cli.errors import InputError, nearest
 from echo_jax.replay.caps import CAPS, Cap
 from echo_jax.types import EvictionPolicy, ThresholdPolicy
+
+MAX_FLOAT32 = 3.4e38
 
 SYNTAX = "NAME[:ARGS] or MODULE:CLASS[:ARGS], ARGS as in 0.7 or 0.7,seed=3; MODULE may be a file in the current folder"
 
@@ -113,9 +118,14 @@ def _parse(text: str, known: Mapping[str, type], protocol: type, what: str) -> A
         given = inspect.signature(made).bind(*positional, **named)
         if isinstance(inner := given.arguments.get("policy"), str):  # a policy that wraps another one
             given.arguments["policy"] = _parse(inner, known, protocol, what)
+        _check_types(made, given.arguments)
         policy = made(*given.args, **given.kwargs)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{what} {text!r}: {error}; write {_usage(text, made)}") from error
+        # What Python says of a call is no message for a reader; what a policy says of its own numbers is.
+        said = "its arguments do not fit" if isinstance(error, TypeError) else str(error)
+        raise InputError(f"{what} {text!r}: {said}; write {_usage(text, made)}") from error
+    except Exception as error:  # a user's class may raise anything when it is made
+        raise InputError(f"{what} {text!r} cannot be made: {type(error).__name__}: {error}") from error
     if not isinstance(policy, protocol):
         methods = ("init", "update", "value", "touch", "rebase", "allowed", "rows")
         wanted = [method for method in methods if hasattr(protocol, method)]
@@ -129,6 +139,22 @@ def _parse(text: str, known: Mapping[str, type], protocol: type, what: str) -> A
             "@dataclasses.dataclass(frozen=True)"
         ) from None
     return policy
+
+
+def _check_types(made: Any, given: Mapping[str, Any]) -> None:
+    """ValueError where a number was asked for and something else was given, or one that no float32 holds."""
+    kinds = (
+        {field.name: str(field.type) for field in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else {}
+    )
+    for name, value in given.items():
+        wanted = {"int": numbers.Integral, "float": numbers.Real}.get(kinds.get(name, ""))
+        if wanted is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            what = "a whole number" if wanted is numbers.Integral else "a number"
+            raise ValueError(f"{name} is {value!r} but must be {what}")
+        if abs(value) > MAX_FLOAT32 and not math.isinf(value):
+            raise ValueError(f"{name} is {value!r} but must lie within {MAX_FLOAT32:.4g}")
 
 
 def _usage(text: str, made: Any) -> str:

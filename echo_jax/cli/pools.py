@@ -109,7 +109,14 @@ class PoolOptions:
     )
 
     def decode_config(
-        self, model: DsaConfig, *, seats: int, capacity: int, host_memory: str = "auto", longest: int | None = None
+        self,
+        model: DsaConfig,
+        *,
+        seats: int,
+        capacity: int,
+        host_memory: str = "auto",
+        longest: int | None = None,
+        tokens_per_step: int = 1,
     ) -> DecodeConfig:
         """The checked configuration; capacity is rounded up to pages. ValueError, InputError for what does not fit."""
         if capacity > model.max_positions:
@@ -135,6 +142,7 @@ class PoolOptions:
             prefetch_per_position=self.prefetch_per_position,
             host_memory=host_memory,
             chunk=chunk,
+            tokens_per_step=tokens_per_step,
             warm_windows=self.warm_windows,
             read_ahead=self.read_ahead,
             slot_manager=self.slot_manager,

@@ -229,7 +229,11 @@ def _print(options: ReplayOptions, job: Job, rows: list[dict[str, Any]], ran: in
         for kind in ("without_overlap_us", "with_overlap_us"):
             cells += [f"{_mean([row['cost'][name][kind]['mean'] for row in group]):.1f}" for name in names]
         table.add_row(*cells)
-    console.print(table)
+    output.show(
+        table,
+        "hit: selected rows that were resident; prefetched: of the missing ones; off by: error of the threshold in "
+        "rows of k; cand./k: rows above it; missed: by lossy rules; NAME: exposed us, plain without overlap",
+    )
     nan = sum(row["nan_scores"] for row in _by_setting(rows)[next(iter(_by_setting(rows)))]) if rows else 0
     if nan:
         console.print(f"\n{nan:,} visible scores are NaN; they rank below every number")

@@ -111,7 +111,7 @@ def _explain(options: ReportOptions, name: str) -> Path:
         name, info, found, policy=options.policy, staging=options.cap, command=_command(options, name)
     )
     path = options.output / EXPLAINED
-    path.write_text(page, encoding="utf-8")
+    pages.write_whole({path: page})
     return path
 
 

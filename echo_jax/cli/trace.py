@@ -328,12 +328,10 @@ def _describe(options: TraceOptions, names: list[str], rows: output.Rows) -> Non
                 rows.add({"row": "locality", "path": name, "layer": layer, "kind": kind} | dataclasses.asdict(found))
                 table.add_row(str(layer), kind, *_cells(found))
         if not options.json:
-            console = output.console()
-            console.print(table)
-            console.print(
-                "overlap: with the step before; LRU: share missed by so many k slots, empty at first; candidates:\n"
-                "above the EMA (0.5) of the k-th score, per k. Definitions: echo_jax/traces/describe.py\n",
-                style="dim",
+            output.show(
+                table,
+                "overlap: with the step before; LRU: share missed by so many k slots, empty at first; candidates: "
+                "above the EMA (0.5) of the k-th score, per k. Definitions: echo_jax/traces/describe.py",
             )
 
 

@@ -320,7 +320,10 @@ def _print(options: VerifyOptions, findings: list[Finding], result: dict) -> Non
         counts = (str(one.compared), str(one.excluded), str(one.differing))
         table.add_row(str(one.request), one.run, one.quantity, *counts, largest, one.where)
     console = output.console()
-    console.print(table)
+    output.show(
+        table,
+        "compared: rows or tokens; excluded: near-ties and what is computed from them; differing: beyond tolerance",
+    )
     largest = result["largest_logit_difference"]
     console.print(
         f"\n{result['compared']} rows compared, {result['excluded']} excluded as near-ties "

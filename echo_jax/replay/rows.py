@@ -28,6 +28,7 @@ class RowFile:
         self._known: dict[str, dict[str, Any]] = {}
         if path is None:
             return
+        self._is_new = not path.exists()
         path.open("a").close()  # a file that cannot be written is refused now and not after the work
         text = path.read_text("utf-8")
         whole = text[: text.rfind("\n") + 1]
@@ -47,10 +48,21 @@ class RowFile:
         with self._lock:
             rows = [row for row in rows if _text(row["key"]) + row["row"] not in self._known]
             if self.path is not None:
-                with self.path.open("a", encoding="utf-8") as stream:
-                    stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+                self._append(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             for row in rows:
                 self._known[_text(row["key"]) + row["row"]] = row
+
+    def _append(self, path: Path, text: str) -> None:
+        """All of the text or nothing: on a full disk the file is what it was, and is gone if it was made for this."""
+        before = path.stat().st_size
+        try:
+            with path.open("a", encoding="utf-8") as stream:
+                stream.write(text)
+        except OSError:
+            os.truncate(path, before)
+            if before == 0 and self._is_new:
+                path.unlink()
+            raise
 
 
 def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:

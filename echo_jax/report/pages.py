@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echo_jax.report import figures, svg
@@ -53,19 +54,28 @@ def make(sections: Sequence[Section], files: Sequence[str], folder: str) -> Repo
 
 def write(report: Report, folder: Path) -> list[Path]:
     """Writes the folder: report.md, figures/, report.html. Returns what was written."""
+    texts = {
+        _file(place, figure): svg.standalone(figure.chart)
+        for place, (_, some) in enumerate(report.sections)
+        for figure in some
+    }
+    texts |= {MARKDOWN: as_markdown(report), HTML: as_html(report)}
     (folder / FIGURES).mkdir(parents=True, exist_ok=True)
-    written = []
+    return write_whole({folder / name: text for name, text in texts.items()})
 
-    def put(name: str, text: str) -> None:
-        written.append(folder / name)
-        written[-1].write_text(text, encoding="utf-8")
 
-    for place, (_, some) in enumerate(report.sections):
-        for figure in some:
-            put(_file(place, figure), svg.standalone(figure.chart))
-    put(MARKDOWN, as_markdown(report))
-    put(HTML, as_html(report))
-    return written
+def write_whole(texts: Mapping[Path, str]) -> list[Path]:
+    """Writes files all or none: beside their places first, and renamed when every one is there. Returns their paths."""
+    partial = {path: path.with_name(f".{path.name}.partial") for path in texts}
+    try:
+        for path, text in texts.items():
+            partial[path].write_text(text, encoding="utf-8")
+        for path in texts:
+            os.replace(partial[path], path)
+    finally:
+        for path in partial.values():
+            path.unlink(missing_ok=True)
+    return list(texts)
 
 
 def _file(place: int, figure: Figure) -> str:

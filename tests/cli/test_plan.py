@@ -11,7 +11,7 @@ import pytest
 
 from echo_jax import state as state_lib
 from echo_jax.checkpoints.quantized import weight_bytes
-from echo_jax.cli import plan
+from echo_jax.cli import numbers, plan
 from echo_jax.cli.pools import PoolOptions
 from echo_jax.engine import bytes_on_device
 from echo_jax.models.presets import PRESETS, parameter_count
@@ -83,14 +83,14 @@ def test_table_says_the_same(echo_jax):
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("80GiB", 80 * 2**30), ("141 GB", 141 * 10**9), ("1.5tib", 3 * 2**39), ("1e9", 10**9), ("512", 512)],
+    [("80GiB", 80 * 2**30), ("141 GB", 141 * 10**9), ("1.5tib", 3 * 2**39), ("1e9", 10**9), ("512B", 512)],
 )
 def test_sizes(text, count):
-    assert plan.parse_size(text) == count
+    assert numbers.size(text) == count
 
 
 def test_wrong_input(echo_jax):
-    assert "'141GX' is no size" in echo_jax(*V32, "--device-memory", "141GX").error()
+    assert "'141GX' has the unit 'GX'" in echo_jax(*V32, "--device-memory", "141GX").error()
     assert "--seats is 0" in echo_jax(*V32, "--seats", 0).error()
     assert "163840 positions" in echo_jax("plan", "--model", "v32", "--context", 200_000).error()
     assert "raise device_slots" in echo_jax(*V32, "--device-slots", 2048).error()
