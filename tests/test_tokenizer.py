@@ -79,7 +79,7 @@ def test_a_broken_tokenizer_is_refused(tmp_path):
 
 def test_a_broken_tokenizer_config_is_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(ValueError, match="is not a JSON object"):
+    with pytest.raises(ValueError, match="is not JSON"):
         load_tokenizer(tmp_path)
 
 
@@ -97,5 +97,5 @@ def test_end_tokens(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert end_token_ids(tmp_path) == (5, 6)
     (tmp_path / "generation_config.json").write_text("not json")
-    with pytest.raises(ValueError, match="is not a JSON object"):
+    with pytest.raises(ValueError, match="is not JSON"):
         end_token_ids(tmp_path)

@@ -7,11 +7,13 @@ config. Text that streams out is cut only between whole characters.
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import importlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from echo_jax.checkpoints.contents import read_object
 
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 BYTE_TOKENIZER = "ByteTokenizer"
@@ -35,7 +37,9 @@ class Tokenizer(Protocol):
 
     vocab_size: int
 
-    def encode(self, text: bytes | str) -> list[int]: ...
+    def encode(self, text: bytes | str, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a text, with the start and end tokens that the folder asks for and the text does not bring."""
+        ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
@@ -47,7 +51,7 @@ class ByteTokenizer:
 
     vocab_size = 256
 
-    def encode(self, text: bytes | str) -> list[int]:
+    def encode(self, text: bytes | str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8") if isinstance(text, str) else text)
 
     def decode_bytes(self, tokens: Sequence[int]) -> bytes:
@@ -71,14 +75,28 @@ class _ByteStream:
         return self._decoder.decode(b"", final=True)
 
 
-class JsonTokenizer:
-    """A `tokenizer.json` of Hugging Face. Adds no start token: the caller decides what a prompt is."""
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """What `tokenizer_config.json` says of start and end tokens. None for a switch: the post-processor decides."""
 
-    def __init__(self, tokenizer: Any):
+    start: str | None = None
+    end: str | None = None
+    adds_start: bool | None = None
+    adds_end: bool | None = None
+
+
+class JsonTokenizer:
+    """A `tokenizer.json` of Hugging Face, read by the `tokenizers` package.
+
+    Start and end tokens are added where the folder says so (`SpecialTokens`), and not where the text brings them.
+    """
+
+    def __init__(self, tokenizer: Any, special: SpecialTokens | None = None):
         self._tokenizer = tokenizer
+        self.special = special or SpecialTokens()
         self.vocab_size: int = tokenizer.get_vocab_size()
 
-    def encode(self, text: bytes | str) -> list[int]:
+    def encode(self, text: bytes | str, add_special_tokens: bool = True) -> list[int]:
         """Raises ValueError for bytes that are not UTF-8: such a vocabulary has no tokens for them."""
         if isinstance(text, bytes):
             try:
@@ -88,7 +106,28 @@ class JsonTokenizer:
                     f"the prompt is not UTF-8 (byte {error.start} is 0x{text[error.start]:02x}); convert it, or use a "
                     "byte-level model, which takes any bytes"
                 ) from None
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        if not add_special_tokens:
+            return ids
+        start, end = self._around(text)
+        ids = ids if ids[: len(start)] == start else start + ids
+        return ids if end and ids[-len(end) :] == end else ids + end
+
+    def _around(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids before and behind a text: as tokenizer_config.json states, else as the file's own post-processor adds."""
+        plain = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        added = list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+        place = next((n for n in range(len(added) + 1) if added[n : n + len(plain)] == plain), 0)
+        start, end = added[:place], added[place + len(plain) :]
+        if self.special.adds_start is not None:
+            start = self._ids(self.special.start) if self.special.adds_start else []
+        if self.special.adds_end is not None:
+            end = self._ids(self.special.end) if self.special.adds_end else []
+        return start, end
+
+    def _ids(self, token: str | None) -> list[int]:
+        found = None if token is None else self._tokenizer.token_to_id(token)
+        return [] if found is None else [found]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
@@ -134,14 +173,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     cannot be read, ImportError when the `hf` extra is not installed.
     """
     folder = Path(folder)
-    stated = folder / TOKENIZER_CONFIG
-    if stated.is_file():
-        try:
-            kind = json.loads(stated.read_text(encoding="utf-8")).get("tokenizer_class")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{str(stated)!r} is not a JSON object ({error}); fetch it again") from None
-        if kind == BYTE_TOKENIZER:
-            return ByteTokenizer()
+    stated = (
+        read_object(folder / TOKENIZER_CONFIG, "tokenizer settings") if (folder / TOKENIZER_CONFIG).is_file() else {}
+    )
+    if stated.get("tokenizer_class") == BYTE_TOKENIZER:
+        return ByteTokenizer()
     file = folder / TOKENIZER_FILE
     if not file.is_file():
         raise FileNotFoundError(
@@ -155,21 +191,54 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"reading {str(file)!r} needs the tokenizers package; install it with: pip install 'echo-jax[hf]'"
         ) from None
     try:
-        return JsonTokenizer(tokenizers.Tokenizer.from_file(str(file)))
+        read = tokenizers.Tokenizer.from_file(str(file))
+        read.no_truncation()  # settings of the training run, which would clip or pad a prompt in silence
+        read.no_padding()
     except Exception as error:  # the package raises bare Exception for a file that it cannot parse
         raise ValueError(f"{str(file)!r} is not a usable tokenizer ({error}); fetch it again") from None
+    return JsonTokenizer(read, _special_tokens(folder / TOKENIZER_CONFIG, stated, read))
 
 
-def end_token_ids(folder: str | Path) -> tuple[int, ...]:
-    """Ids that end an answer: `eos_token_id` of `generation_config.json`, else of `config.json`, else none."""
+def _special_tokens(file: Path, stated: dict[str, Any], tokenizer: Any) -> SpecialTokens:
+    """What tokenizer_config.json says; ValueError for a token that is to be added and that the vocabulary lacks."""
+    found: dict[str, Any] = {}
+    for field, token, switch in (("start", "bos_token", "add_bos_token"), ("end", "eos_token", "add_eos_token")):
+        found[field], adds = token_text(stated.get(token)), stated.get(switch)
+        if adds is not None and not isinstance(adds, bool):
+            raise ValueError(f"{switch} in {str(file)!r} is {adds!r} but must be true or false")
+        if adds and (found[field] is None or tokenizer.token_to_id(found[field]) is None):
+            raise ValueError(
+                f"{switch} in {str(file)!r} is true but {token} {found[field]!r} is no token of {TOKENIZER_FILE}; "
+                "fetch both files from one checkpoint"
+            )
+        found[f"adds_{field}"] = adds
+    return SpecialTokens(**found)
+
+
+def token_text(stated: Any) -> str | None:
+    """A special token as configurations write it, a text or an object with its content."""
+    return stated.get("content") if isinstance(stated, dict) else stated
+
+
+def end_token_ids(folder: str | Path, vocab_size: int | None = None) -> tuple[int, ...]:
+    """Ids that end an answer: `eos_token_id` of `generation_config.json`, else of `config.json`, else none.
+
+    vocab_size: of the model. Raises ValueError, with the file's name, for anything that is not a token id of it: a
+    string, a fraction, a bool, a negative number, or one that no answer can contain.
+    """
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
         if not file.is_file():
             continue
-        try:
-            stated = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{str(file)!r} is not a JSON object ({error}); fetch it again") from None
+        stated = read_object(file, "settings").get("eos_token_id")
         if stated is not None:
-            return tuple(stated) if isinstance(stated, list) else (int(stated),)
+            ids = stated if isinstance(stated, list) else [stated]
+            for one in ids:
+                if isinstance(one, bool) or not isinstance(one, int) or one < 0 or (vocab_size and one >= vocab_size):
+                    known = f"0..{vocab_size - 1}" if vocab_size else "0 or above"
+                    raise ValueError(
+                        f"eos_token_id in {str(file)!r} holds {one!r}, which is no token id; write numbers of the "
+                        f"vocabulary, {known}"
+                    )
+            return tuple(ids)
     return ()

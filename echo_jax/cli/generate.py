@@ -16,6 +16,7 @@ import jax
 
 from echo_jax import _compat, hostmem
 from echo_jax.checkpoints import end_token_ids, load_tokenizer
+from echo_jax.checkpoints.tokenizer import Tokenizer
 from echo_jax.cli import options as options_lib
 from echo_jax.cli import output, signals
 from echo_jax.cli.errors import NO_EVIDENCE, InputError, refusing_wrong_input
@@ -49,6 +50,18 @@ class GenerateOptions(FolderOptions, PoolOptions):
         "prompts, one a file; several of any lengths form a batch", metavar="FILE", group="input"
     )
     max_new_tokens: int = option("tokens to add to each prompt", 128, metavar="N", group="input")
+    chat: bool = option(
+        "read each prompt file as messages, by the checkpoint's chat template (DeepSeek-V3.2 has its own form): plain "
+        "text is one message of the user, a JSON list holds several",
+        False,
+        group="input",
+    )
+    no_special_tokens: bool = option(
+        "add no start or end token to prompts; otherwise as add_bos_token and add_eos_token of tokenizer_config.json "
+        "say, else as tokenizer.json does, and never where the text brings them",
+        False,
+        group="input",
+    )
     ignore_eos: bool = option("go on after an end token", False, group="input")
     dtype: str = option(
         "of parameters and activations; auto is float32 on a CPU, as stored elsewhere",
@@ -112,7 +125,7 @@ def execute(options: GenerateOptions) -> int:
             folder = find_model(options.model)
             shape_of(options.model)  # any other folder is told that it is no model, not that its tokenizer is missing
             tokenizer = load_tokenizer(folder)
-            job = _prepare(options, read_prompts(options.prompt_file, tokenizer))
+            job = _prepare(options, _read_prompts(options, folder, tokenizer))
         printer = Printer(job.prompts, tokenizer, options.max_new_tokens, job.stop_tokens, is_silent=options.json)
         try:
             rows.add(_config_row(job))
@@ -142,6 +155,11 @@ def execute(options: GenerateOptions) -> int:
     return NO_EVIDENCE if options.require_sparse and _lacking(job, evidence) else 0
 
 
+def _read_prompts(options: GenerateOptions, folder: Path, tokenizer: Tokenizer) -> list[Prompt]:
+    chat = folder if options.chat else None
+    return read_prompts(options.prompt_file, tokenizer, special_tokens=not options.no_special_tokens, chat=chat)
+
+
 def _prepare(options: GenerateOptions, prompts: list[Prompt]) -> _Job:
     """Checks in order of cost: options, sizes, host memory, and the weights last."""
     sampling = Sampling(options.temperature, options.top_p)
@@ -166,7 +184,7 @@ def _prepare(options: GenerateOptions, prompts: list[Prompt]) -> _Job:
     check_requests(config, [prompt.tokens for prompt in prompts], options.max_new_tokens)
     memory = hostmem.choose(implementation=options.host_memory)
     _refuse_absent_kernels(options, memory, jax.default_backend())
-    stop_tokens = () if options.ignore_eos else end_token_ids(folder)
+    stop_tokens = () if options.ignore_eos else end_token_ids(folder, model.vocab_size)
     model, params = options.load(folder, parameter_dtype(options.dtype))
     return _Job(options, options.decode_config(model, **sizes), params, prompts, sampling, stop_tokens, memory)
 

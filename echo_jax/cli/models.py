@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from echo_jax.checkpoints import load_folder, packaged_models, read_config, resolve_model
+from echo_jax.checkpoints.chat import chat_text, parse_messages
 from echo_jax.checkpoints.contents import read_object
 from echo_jax.checkpoints.hf_config import check_quantization, config_from_hf
 from echo_jax.checkpoints.notes import CheckpointNote, note
@@ -137,8 +138,13 @@ class Prompt:
     tokens: list[int]
 
 
-def read_prompts(paths: Sequence[Path], tokenizer: Tokenizer) -> list[Prompt]:
-    """Every file's bytes as tokens. InputError, naming the file, for one that is missing or has no token."""
+def read_prompts(
+    paths: Sequence[Path], tokenizer: Tokenizer, *, special_tokens: bool = True, chat: Path | None = None
+) -> list[Prompt]:
+    """Every file's bytes as tokens. InputError, naming the file, for one that is missing or has no token.
+
+    chat: a model folder, by whose chat template the file is read as messages.
+    """
     prompts = []
     for path in paths:
         try:
@@ -148,7 +154,9 @@ def read_prompts(paths: Sequence[Path], tokenizer: Tokenizer) -> list[Prompt]:
                 f"prompt file {str(path)!r} cannot be read ({error.strerror}); give an existing file"
             ) from None
         try:
-            tokens = tokenizer.encode(content)
+            if chat is not None:
+                content = chat_text(chat, parse_messages(content.decode("utf-8")))
+            tokens = tokenizer.encode(content, add_special_tokens=special_tokens)
         except ValueError as error:
             raise InputError(f"prompt file {str(path)!r}: {error}") from None
         if not tokens:

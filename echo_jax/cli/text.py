@@ -96,7 +96,7 @@ class Printer:
         """The reader sees where the prompt ends: it is dim on a terminal and in brackets elsewhere."""
         tail = self.tokenizer.decode(self.prompts[prompt].tokens[-TAIL_TOKENS:])
         tail = "\n".join(tail[-TAIL_CHARACTERS:].split("\n")[-TAIL_LINES:])
-        if len(self.prompts[prompt].tokens) > len(self.tokenizer.encode(tail)):
+        if len(self.prompts[prompt].tokens) > len(self.tokenizer.encode(tail, add_special_tokens=False)):
             tail = f"...{tail}"
         if sys.stdout.isatty():
             sys.stdout.write(DIM)

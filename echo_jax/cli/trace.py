@@ -189,7 +189,7 @@ def _record(options: TraceOptions) -> TraceInfo:
         watch = _watch(options)
         info = _header(options, config, watch, prompts, folder)
         writer = Writer(_out(options), info, overwrite=options.overwrite)
-        stop_tokens = () if options.ignore_eos else end_token_ids(folder)
+        stop_tokens = () if options.ignore_eos else end_token_ids(folder, shape.vocab_size)
         shape, params = options.load(folder, parameter_dtype(options.dtype))
         config = _config(options, shape, tokens)
     done = [0] * len(prompts)

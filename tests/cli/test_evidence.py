@@ -28,7 +28,7 @@ def test_a_check_without_teeth_says_so(echo_jax, model_folder, tmp_path, prompt,
     [row] = [row for row in map(json.loads, echo_jax(*command, "--json").out.splitlines()) if row["row"] == "check"]
     evidence = row["evidence"]
     assert evidence["sparse_queries"] == max(0, len(prompt) + new - 1 - 12)
-    assert (evidence["recalled"] + evidence["useful"] > 0) == (status == 0)
+    assert (evidence["recalled"] + evidence["useful"] == 0) == ("nothing was fetched" in words)
 
 
 def test_evidence_needs_a_check(echo_jax, model_folder, prompt_file):
@@ -51,8 +51,6 @@ def test_every_limit_takes_part_in_what_fits(echo_jax, arguments, requests, limi
     command = ["plan", "--model", "v32", "--context", 64_000, "--key-format", "fp8", "--record-format", "fp8"]
     command += ["--device-memory", "2TB", "--weight-memory", "1GB", "--json", *arguments]
     done = echo_jax(*command)
-    if arguments == ("--host-rows", 64):  # one request of that context is more than the pool has
-        command[command.index("--json") :] = ["--json", "--host-rows", 64]
     assert done.status == 0, done.err
     [fit] = [row for row in map(json.loads, done.out.splitlines()) if row["row"] == "fit" and row["offload"]]
     assert fit["limited_by"] == limit and (requests is None or fit["requests"] == requests), fit
