@@ -36,10 +36,12 @@ if os.path.isdir(_PLUGIN):
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 # CI must fail for a change, never for a draw. `HYPOTHESIS_PROFILE=explore` draws anew each time, and more.
+# Nor for a slow machine: no deadline for an example, and no health check of the time that drawing takes.
+_UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile(
-    "ci", derandomize=True, deadline=None, database=None, print_blob=True, max_examples=50
+    "ci", derandomize=True, database=None, print_blob=True, max_examples=50, **_UNTIMED
 )
-hypothesis.settings.register_profile("explore", deadline=None, database=None, print_blob=True, max_examples=500)
+hypothesis.settings.register_profile("explore", database=None, print_blob=True, max_examples=500, **_UNTIMED)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

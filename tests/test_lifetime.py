@@ -9,6 +9,7 @@ import pytest
 from echo_jax import decode
 from echo_jax import state as state_lib
 from tests import scenarios
+from tests.limits import HANG_S
 from tests.test_lossless import PLAIN
 
 CONFIG = scenarios.cache(PLAIN, offload=True, model=scenarios.ONE_LAYER)
@@ -48,6 +49,6 @@ config = scenarios.cache(PLAIN | {"memory": "auto"}, offload=True, model=scenari
 kept = state.create(config.cache)
 print(hostmem.memory_of(kept.host_pool).value)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] in ("pinned", "ordinary") and not done.stderr

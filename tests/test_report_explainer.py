@@ -15,6 +15,7 @@ from echo_jax.report.moments import moments, pool_config
 from echo_jax.threshold import Ema
 from echo_jax.traces import open_trace
 from echo_jax.types import NO_POSITION
+from tests.limits import HANG_S
 
 # A request that ends and another that begins, in the middle of the trace.
 NAME, SLOTS, STAGING = "synth:churny,top_k=16,steps=40,context=256,request_steps=25", 40, 9
@@ -132,7 +133,7 @@ def test_the_page_says_what_happened(page, found, stage):
     program = STUB.replace("HASH", f'"#layer=0&step=2&stage={stage}"').replace("DATA", json.dumps(data))
     program = program.replace("SCRIPT", script.replace('"use strict";', ""))
     binary = node.ROOT_DIR + "/bin/node"
-    done = subprocess.run([binary, "-"], input=program, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([binary, "-"], input=program, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     one, said = found[2], done.stdout
     numbers = [int(number.replace(",", "")) for number in re.findall(r"(?<![\d.-])\d[\d,]*(?![\d.])", said)]

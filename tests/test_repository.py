@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.limits import HANG_S
+
 ROOT = Path(__file__).resolve().parent.parent
 LINT_IMPORTS = str(Path(sys.executable).parent / "lint-imports")
 
@@ -32,7 +34,7 @@ requirements = load_tool("requirements")
 
 
 def run(*command: str, **options) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, **options)
 
 
 # --------------------------------------------------------------------------------------- rooms and targets

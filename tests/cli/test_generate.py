@@ -14,6 +14,7 @@ from echo_jax.checkpoints import ByteTokenizer
 from echo_jax.cli import generate as command
 from echo_jax.cli import output, text
 from echo_jax.cli.models import Prompt
+from tests.limits import HANG_S
 
 NEW = 20
 LENGTH = 101  # bytes of the prompt
@@ -237,7 +238,7 @@ def test_ctrl_c_in_a_process_of_its_own(model_folder, prompt_file, tmp_path, env
         config = json.loads(process.stdout.readline())
         assert config["row"] == "config"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 130, err
     assert "Traceback" not in err and err.strip().endswith("echo-jax: interrupted")
     rows = [json.loads(line) for line in kept.read_text().splitlines()]

@@ -146,7 +146,6 @@ def trace_has_scores(name: str, layers: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_shipped_trace_is_what_its_command_makes(tmp_path, monkeypatch):
     """Sets of every layer and step, bit for bit on one machine; on another one near-ties may fall differently."""
     monkeypatch.chdir(ROOT)

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from echo_jax import _ffi, _pinned, hostmem
 from tests.aot import compile as aot
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [*sorted((ROOT / "ffi" / "src").glob("*.cu")), *sorted((ROOT / "bench").glob("*.cu"))]
@@ -43,7 +44,7 @@ def test_kernels_compile_without_warnings_or_spills(source, tmp_path):
         *("-I", str(ROOT / "ffi" / "include"), "-I", str(ROOT / "ffi" / "src"), "-isystem", jax.ffi.include_dir()),
         *("--Werror=all-warnings", "-cubin", str(source), "-o", str(tmp_path / "kernels.cubin")),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", done.stderr)]
     if source.parent.name == "src":
@@ -64,7 +65,7 @@ def test_an_nvcc_that_cannot_compile_does_not_break_the_install(tmp_path):
         env={**os.environ, "CUDACXX": str(broken)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stderr.split())

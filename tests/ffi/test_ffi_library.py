@@ -19,6 +19,7 @@ from echo_jax import _compat, _ffi, hostmem
 from echo_jax.hostmem import HostMemory
 from echo_jax.types import SOURCE_HOST
 from tests.ffi.conftest import CPU
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = (4,)
@@ -31,7 +32,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
 
 
@@ -104,7 +105,7 @@ def build_impostor(folder: Path, version: int, major: int, minor: int) -> Path:
         f"int EchoXlaFfiApiMajor() {{ return {major}; }}\n"
         f"int EchoXlaFfiApiMinor() {{ return {minor}; }}\n}}\n"
     )
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=HANG_S)
     return library
 
 

@@ -17,6 +17,7 @@ import pytest
 from echo_jax import _ffi, _pinned, hostmem, pinning
 from echo_jax.hostmem import HostMemory
 from tests.ffi.conftest import CPU
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE, DTYPE = (2, 6, 4), np.dtype(np.uint32)
@@ -136,7 +137,7 @@ def test_memory_of_the_library(name):
     del pool
     # XLA lets go of a buffer on a thread of its own, after the last program that had it. What such a thread drops of
     # Python's, jaxlib keeps until Python's collector runs, and a sleep alone never runs it.
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANG_S
     gc.collect()
     while _pinned.held_by_library() != held and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -173,6 +174,6 @@ kept = _pinned.from_library((2, 64, 64), np.dtype(np.uint32), on_host)
 on_its_way = _pinned._Pinned((2, 3, 4), np.dtype(np.uint32), 0)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=dict(os.environ), capture_output=True, timeout=100
+        [sys.executable, "-c", code], cwd=ROOT, env=dict(os.environ), capture_output=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.ffi import loops
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HOST_ROWS, NEW, STAGED = 3, 23, 4, 3
@@ -39,7 +40,7 @@ def emulator(tmp_path_factory):
     folders = [ROOT / "tests/ffi/emulate", ROOT / "ffi/include", ROOT / "ffi/src"]
     command = [compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
     command += ["-DECHO_EMULATE", *(f"-I{folder}" for folder in folders)]
-    subprocess.run([*command, str(folders[0] / "rows.cc"), "-o", str(path)], check=True, timeout=100)
+    subprocess.run([*command, str(folders[0] / "rows.cc"), "-o", str(path)], check=True, timeout=HANG_S)
     return ctypes.CDLL(str(path))
 
 

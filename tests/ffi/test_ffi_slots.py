@@ -24,6 +24,7 @@ from echo_jax.threshold import Never
 from echo_jax.types import FREE_PRIORITY, NO_ROW, NO_SLOT, LayerState, SlotMaps, Staging
 from tests import slot_histories as histories
 from tests.ffi.conftest import CPU, on_device
+from tests.limits import HANG_S
 from tests.test_slot_manager import assert_equal
 
 HOST_ROWS, SLOTS = 64, 8
@@ -326,7 +327,7 @@ def emulator(tmp_path_factory):
     folders = [ROOT / "tests/ffi/emulate", ROOT / "ffi/include", ROOT / "ffi/src"]
     command = [compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
     command += ["-DECHO_EMULATE", *(f"-I{folder}" for folder in folders), "-isystem", jax.ffi.include_dir()]
-    subprocess.run([*command, str(folders[0] / "slots.cc"), "-o", str(path)], check=True, timeout=100)
+    subprocess.run([*command, str(folders[0] / "slots.cc"), "-o", str(path)], check=True, timeout=HANG_S)
     library = ctypes.CDLL(str(path))
     library.EmulateAllocateBytes.restype = ctypes.c_int64
     return library

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from echo_jax import _ffi, indexer
 from tests import selections
 from tests.ffi.conftest import check_choices, check_choices_without_the_library
+from tests.limits import HANG_S
 from tests.oracles.select import padded, top_k
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -191,7 +192,7 @@ def emulator(tmp_path_factory):
     folders = [ROOT / "tests/ffi/emulate", ROOT / "ffi/include", ROOT / "ffi/src"]
     command = [compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
     command += ["-DECHO_EMULATE", *(f"-I{folder}" for folder in folders)]
-    subprocess.run([*command, str(folders[0] / "top_k.cc"), "-o", str(path)], check=True, timeout=100)
+    subprocess.run([*command, str(folders[0] / "top_k.cc"), "-o", str(path)], check=True, timeout=HANG_S)
     return ctypes.CDLL(str(path))
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from bench import sanitize
+from tests.limits import HANG_S
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,8 @@ def test_a_mailboxes_own_accesses_are_no_finding(accesses, meant):
 def test_its_tests_exist():
     """A test that was renamed would leave the sanitizers with less to look at; on a GPU they would say so late."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    done = subprocess.run([*command, *sanitize.TESTS], cwd=sanitize.ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [*command, *sanitize.TESTS], cwd=sanitize.ROOT, capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(sanitize.TESTS) <= set(done.stdout.splitlines())

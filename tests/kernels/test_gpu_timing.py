@@ -27,6 +27,7 @@ def test_calls_that_differ_are_refused(launches, words):
 
 
 @pytest.mark.gpu
-def test_times_on_a_gpu_are_near_the_bandwidth_of_the_data_sheet():
+def test_no_time_on_a_gpu_is_shorter_than_the_data_sheet_allows():
+    """A clock that misses part of the work shows more than the H200's 4.8 TB/s. Other processes only make it less."""
     limit = gpu_timing.device_bandwidth(megabytes=256, repeats=10)
-    assert 2e12 < limit.copy < 4.9e12 and 2e12 < limit.read < 4.9e12
+    assert 0 < limit.copy < 4.9e12 and 0 < limit.read < 4.9e12
