@@ -24,6 +24,9 @@ NO_ROW = -1
 NO_PAGE = -1
 """The request has no page for these positions."""
 
+NO_PLACE = -1
+"""A list entry that is padding has no record and no place."""
+
 NO_POSITION = -1
 """Padding of a list of selected positions; always at the end of the list."""
 
