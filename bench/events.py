@@ -89,9 +89,9 @@ def event_program(
         before = number = jnp.zeros((1,), jnp.uint32)
         for index in range(repeats):
             zero = gpu_timing.overwrite(number, before)[:1] >> 31 if sweep else _zero_after(before)
-            leaves[smallest] = _record(leaves[smallest] + zero[0].astype(leaves[smallest].dtype), 2 * index)
+            leaves[smallest] = record_event(leaves[smallest] + zero[0].astype(leaves[smallest].dtype), 2 * index)
             first = jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))[0]
-            before = _record(first, 2 * index + 1).reshape(-1)[:1]
+            before = record_event(first, 2 * index + 1).reshape(-1)[:1]
         return before
 
     return program
@@ -113,6 +113,6 @@ def _zero_after(before: jax.Array) -> jax.Array:
     return jnp.minimum(bits.astype(jnp.uint32), jnp.uint32(0))
 
 
-def _record(array: jax.Array, number: int) -> jax.Array:
+def record_event(array: jax.Array, number: int) -> jax.Array:
     call = jax.ffi.ffi_call("bench_record_event", jax.typeof(array), input_output_aliases={0: 0}, has_side_effect=True)
     return call(array, number=np.int64(number))

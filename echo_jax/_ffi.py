@@ -25,7 +25,7 @@ import numpy as np
 from echo_jax import _compat
 
 ENVIRONMENT_SWITCH = "ECHO_JAX_FFI"
-LIBRARY_VERSION = 10  # kLibraryVersion in targets.h
+LIBRARY_VERSION = 11  # kLibraryVersion in targets.h
 BUILD_COMMAND = "pip install scikit-build-core cmake ninja && pip install --no-build-isolation --no-deps -e ."
 CUDA_BUILD_COMMAND = f"export CUDACXX=/usr/local/cuda/bin/nvcc && {BUILD_COMMAND}"
 
@@ -45,6 +45,7 @@ _TARGETS = {
     "echo_require": "EchoRequire",
     "echo_release": "EchoRelease",
     "echo_encode": "EchoEncode",
+    "echo_locate": "EchoLocate",
     "echo_top_k": "EchoTopK",
     "echo_bounded_top_k": "EchoBoundedTopK",
 }
@@ -285,6 +286,29 @@ def encode(
     results = (jax.typeof(index_keys), stored, jax.ShapeDtypeStruct(query.shape, codes), jax.typeof(weights))
     operands = (index_keys, rows, index_key, record, query, weights)
     return tuple(_call("echo_encode", results, operands, {0: 0}, latent=np.int64(latent)))
+
+
+def locate(
+    slot_of: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    page_count: jax.Array,
+    lengths: jax.Array,
+    positions: jax.Array,
+    new: jax.Array,
+    staged_rows: jax.Array,
+    staged: jax.Array,
+    host_pool: jax.Array,
+    *,
+    device_slots: int,
+) -> tuple[jax.Array, jax.Array]:
+    """echo_locate: places i32[B, T, K] of positions i32[B, T, K], and the records [B T + B T K, record] that they name
+    beyond the slots."""
+    count = new.shape[0] * new.shape[1] + positions.size
+    results = (jax.typeof(positions), jax.ShapeDtypeStruct((count, *host_pool.shape[2:]), host_pool.dtype))
+    operands = (slot_of, layer, page_table, page_count, lengths, positions, new, staged_rows, staged, host_pool)
+    places, fetched = _call("echo_locate", results, operands, device_slots=np.int64(device_slots))
+    return places, fetched
 
 
 def top_k(

@@ -134,7 +134,7 @@ def _allocate_by_jnp(maps: SlotMaps, rows, priority, staged, per_seat: int, new_
 
     is_new = is_row & (mention % per_seat < new_per_seat)
     new_place = mention // per_seat * new_per_seat + mention % per_seat
-    staged_place = _place_in(staged, rows)
+    staged_place = place_in(staged, rows)
     is_staged = ~is_new & (staged_place >= 0)
     source = jnp.where(is_staged, rows.shape[0] // per_seat * new_per_seat + staged_place, SOURCE_HOST)
     source = jnp.where(is_new, new_place, source)
@@ -169,7 +169,7 @@ def _compact(mask: jax.Array, listed: jax.Array) -> jax.Array:
     return jnp.full(mask.shape, -1, jnp.int32).at[place].set(listed, mode="drop")
 
 
-def _place_in(staged: jax.Array, rows: jax.Array) -> jax.Array:
+def place_in(staged: jax.Array, rows: jax.Array) -> jax.Array:
     """i32[M]: the first place of each row in staged i32[E], or -1; padding is nowhere."""
     if staged.shape[0] == 0:
         return jnp.full(rows.shape, -1, jnp.int32)

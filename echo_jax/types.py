@@ -27,6 +27,8 @@ NO_PAGE = -1
 
 NO_TOKEN = -1
 """A seat that was full when a token was due has none."""
+NO_PLACE = -1
+"""A list entry that is padding has no record and no place."""
 
 NO_POSITION = -1
 """Padding of a list of selected positions; always at the end of the list."""

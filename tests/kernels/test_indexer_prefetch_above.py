@@ -34,8 +34,9 @@ def jitted(staging, **options):
 
 def check(inputs, run) -> int:
     """Judges everything that `run` finds with bounds between the scores, and how many exceed them."""
-    count = 0
-    for bound in (inputs.threshold, np.array([0.5, np.nan], np.float32), np.array([np.inf, -np.inf], np.float32)):
+    count, seats = 0, len(inputs.threshold)
+    others = [np.resize(np.array(pair, np.float32), seats) for pair in ([0.5, np.nan], [np.inf, -np.inf])]
+    for bound in (inputs.threshold, *others):
         found = jax.tree.map(np.asarray, run(*inputs.arguments, bound=bound))
         inputs.judge(found, found.scores)
         flat = found.scores.reshape(-1, found.scores.shape[-1])

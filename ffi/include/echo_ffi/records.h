@@ -8,6 +8,7 @@
 #include <sstream>
 #include <string>
 
+#include "echo_ffi/order.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace echo_ffi {
@@ -30,7 +31,7 @@ struct Records {
   int64_t count = 1;         // product of the leading dimensions
   int64_t record_bytes = 0;  // bytes of one record
 
-  std::byte* at(int64_t index) const { return data + index * record_bytes; }
+  ECHO_HOST_DEVICE std::byte* at(int64_t index) const { return data + index * record_bytes; }
 };
 
 inline std::string Describe(ffi::AnyBuffer::Dimensions dimensions) {

@@ -18,7 +18,7 @@ struct Pool {
   int64_t layers = 0;
   int64_t rows = 0;
 
-  std::byte* at(int64_t layer, int64_t row) const { return records.at(layer * rows + row); }
+  ECHO_HOST_DEVICE std::byte* at(int64_t layer, int64_t row) const { return records.at(layer * rows + row); }
 };
 
 inline ffi::Error ViewPool(const char* target, ffi::AnyBuffer buffer, Pool* pool) {

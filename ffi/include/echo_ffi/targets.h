@@ -65,6 +65,14 @@
 //   codes where they are FP8. Quotients are rounded once, on a GPU too, where XLA's need not be. D, latent and W - latent
 //   must be multiples of 4, and latent of 128 where stored is FP8.
 //
+// echo_locate(slot_of i32[L, N_H], layer i32[], page_table i32[B, P / 64], page_count i32[N_H / 64], lengths i32[B],
+//             positions i32[B, T, K], new [B, T, record], staged_rows i32[B, S], staged [B, S, record],
+//             host_pool [L, N_H, record]; device_slots i64)
+//     -> places i32[B, T, K], fetched [B T + B T K, record]
+//   echo_jax/locate.py, whose jnp form is the meaning: the place of every listed record, the missing ones fetched from
+//   staging or the host. No operand is written. Of fetched, the new records and the places that are named are written and
+//   the rest is not. Lists are strictly ascending, then negative.
+//
 // echo_top_k(score f32|bf16[N, P], visible i32[N]; k i64) -> positions i32[N, k], kth_score f32[N]
 //   indexer.select: the k best of the first visible[n] scores of row n, in the order of scores of echo_jax/indexer.py,
 //   as ascending positions followed by -1, and the lowest selected score (-0 as +0; the NaN 0x7fc00000 where it is a NaN
@@ -86,7 +94,7 @@ namespace echo_ffi {
 
 // Raised whenever the arguments or the meaning of a target change; echo_jax/_ffi.py holds the same number and
 // refuses a library with another one.
-inline constexpr int32_t kLibraryVersion = 10;
+inline constexpr int32_t kLibraryVersion = 11;
 
 // In `source` of echo_recall: the bytes come from the host pool. Values >= 0 count rows of `new`, then of `staged`.
 inline constexpr int32_t kSourceHost = -1;

@@ -1,0 +1,120 @@
+"""All tests marked `gpu`, in one call of ten minutes on a machine that has one.
+
+    JAX_PLATFORMS=cuda,cpu python -m bench.gpu_tests [--limit 560] [--workers 12]
+
+Each file is a pytest process of its own, so many at once as workers: compiling is most of the time and keeps one core
+busy. It needs pytest and no plugin of it. It records [N.gpu_tests_failed] when every file has ended; a run that was cut
+at the limit records what it has under another name, and the claim stays as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from bench import harness
+
+FILE = "gpu_tests.jsonl"
+MARK = re.compile(r"pytest\.mark\.gpu\b")
+
+
+def files() -> list[Path]:
+    """Test files with a GPU test, the largest first: they tend to take longest."""
+    found = [path for path in (harness.ROOT / "tests").rglob("test_*.py") if MARK.search(path.read_text("utf-8"))]
+    return sorted(found, key=lambda path: -path.stat().st_size)
+
+
+def run_file(path: Path, report: Path, deadline: float) -> str:
+    """ "" when pytest ended by itself, else what happened."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-o", "addopts=", f"--junitxml={report}", str(path)]
+    settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return "not begun"
+    process = subprocess.Popen(
+        command,
+        cwd=harness.ROOT,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        told, _ = process.communicate(timeout=left)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return "cut at the limit"
+    if process.returncode not in (0, 1, 5):  # all passed, some failed, none was there
+        return f"pytest ended with {process.returncode}: {' '.join(told.split())[-400:]}"
+    return ""
+
+
+def counts_of(report: Path) -> tuple[dict[str, int], list[str]]:
+    """passed, failed and skipped tests of a report, and the names of those that failed."""
+    counts, failed = {"passed": 0, "failed": 0, "skipped": 0}, []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        counts[outcome] += 1
+        if outcome == "failed":
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+    return counts, failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_tests", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--limit", type=float, default=560, metavar="SECONDS", help="of all files together")
+    parser.add_argument("--workers", type=int, default=12, metavar="N", help="files at once")
+    flags = parser.parse_args()
+    started = time.monotonic()
+    total, failed, unfinished = {"passed": 0, "failed": 0, "skipped": 0}, [], []
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(flags.workers) as pool:
+        reports = {path: Path(folder) / f"{number}.xml" for number, path in enumerate(files())}
+        jobs = {pool.submit(run_file, path, report, started + flags.limit): path for path, report in reports.items()}
+        for job in concurrent.futures.as_completed(jobs):
+            path, problem = jobs[job].relative_to(harness.ROOT), job.result()
+            if problem:
+                unfinished.append(f"{path}: {problem}")
+                print(f"{path}: {problem}", flush=True)
+                continue
+            counts, names = counts_of(reports[jobs[job]])
+            total = {kind: total[kind] + counts[kind] for kind in total}
+            failed += names
+            seconds = time.monotonic() - started
+            print(
+                f"{seconds:5.0f} s  {path}: {counts}", *(f"    FAILED {name}" for name in names), sep="\n", flush=True
+            )
+    seconds = time.monotonic() - started
+    import jax
+
+    jax.devices()  # so that the row names the GPU
+    notes = "; ".join([f"{total['passed']} passed, {total['skipped']} skipped", *failed, *unfinished])
+    whole = (
+        {"claim": "N.gpu_tests_failed"} if not unfinished else {"name": "GPU tests that failed, of a run that was cut"}
+    )
+    harness.record(
+        **whole,
+        value=total["failed"],
+        unit="",
+        file=FILE,
+        shapes=total | {"files": len(reports), "unfinished_files": len(unfinished), "seconds": round(seconds)},
+        method=f"pytest -m gpu, a process for each file, {flags.workers} at once",
+        notes=notes,
+    )
+    print(f"{notes[:2000]}\n{total}, {len(unfinished)} files unfinished, {seconds:.0f} s")
+    return 1 if failed or unfinished else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
