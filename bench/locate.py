@@ -209,6 +209,7 @@ def pool_of(host_rows: int) -> jax.Array:
 def measure() -> dict[str, dict[str, harness.Measurement]]:
     """us by load and by what is timed."""
     plain_rows.build()
+    events.record_references(FILE)
     pool = pool_of(32 * POSITIONS)
     layers, host_rows = pool.shape[:2]
     print(f"host pool {list(pool.shape)} u32, {pool.nbytes / 2**30:.1f} GiB", flush=True)

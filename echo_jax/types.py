@@ -27,6 +27,7 @@ NO_PAGE = -1
 
 NO_TOKEN = -1
 """A seat that was full when a token was due has none."""
+
 NO_PLACE = -1
 """A list entry that is padding has no record and no place."""
 
