@@ -130,20 +130,24 @@ def _as_regex(glob: str) -> re.Pattern[str]:
 
 
 def commit_of_tree(root: Path = ROOT, told: Path = COMMIT) -> str:
-    """This tree's commit, "+" behind it where files differ from it; "" where neither git nor bench/COMMIT can say."""
+    """This tree's commit, "+" behind it where files differ from it; "" where neither bench/COMMIT nor git can say.
+
+    bench/COMMIT counts first, if it was written for just these files: a copy of a tree may have a git folder that knows
+    an older commit only.
+    """
+    noted = json.loads(told.read_text(encoding="utf-8")) if told.is_file() else None
+    if noted is not None and noted["files"] == _file_digests(root, noted["files"]):
+        return noted["commit"]
     head = _git(root, "rev-parse", "--short=12", "HEAD")
     if head is not None and head.strip():
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
         return head.strip() + ("+" if changed else "")
-    if not told.is_file():
-        return ""
-    noted = json.loads(told.read_text(encoding="utf-8"))
-    is_same = noted["files"] == _file_digests(root, noted["files"])
-    return noted["commit"] if is_same or noted["commit"].endswith("+") else noted["commit"] + "+"
+    return noted["commit"].rstrip("+") + "+" if noted is not None else ""
 
 
 def write_commit(root: Path = ROOT, told: Path = COMMIT) -> str:
     """Writes bench/COMMIT, which git ignores; it goes along with the tree to a machine without git."""
+    told.unlink(missing_ok=True)  # what an earlier call wrote says nothing of this tree
     commit = commit_of_tree(root, told)
     if not commit:
         raise ValueError("git does not know this tree's commit; run it in a clone")

@@ -317,6 +317,11 @@ def test_a_machine_without_git_is_told_the_commit(repository, tmp_path_factory):
     (copied / "echo_jax/a.py").write_text("x = 2\n")
     assert sources.commit_of_tree(copied, told) == head + "+"
     assert sources.commit_of_tree(copied, copied / "nothing") == ""
+    git(copied, "init", "--quiet")
+    (copied / "echo_jax/a.py").write_text("x = 1\n")
+    git(copied, "add", "--all")
+    git(copied, "commit", "--quiet", "-m", "an older commit")
+    assert sources.commit_of_tree(copied, told) == head, "the copy's own git folder knows another commit"
     (repository / "echo_jax/a.py").write_text("x = 3\n")
     assert sources.write_commit(repository, told) == head + "+"
 
