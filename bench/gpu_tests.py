@@ -2,9 +2,9 @@
 
     JAX_PLATFORMS=cuda,cpu python -m bench.gpu_tests [--limit 560] [--workers 12]
 
-Each file is a pytest process of its own, so many at once as workers: compiling is most of the time and keeps one core
-busy. It needs pytest and no plugin of it. It records [N.gpu_tests_failed] when every file has ended; a run that was cut
-at the limit records what it has under another name, and the claim stays as it was.
+Tests are dealt to pytest processes, as many at once as workers: compiling is most of the time and keeps one core busy.
+It needs pytest and no plugin of it. It records [N.gpu_tests_failed] when every process has ended; a run that was cut at
+the limit records what it has under another name, and the claim stays as it was.
 """
 
 from __future__ import annotations
@@ -24,21 +24,42 @@ from pathlib import Path
 from bench import harness
 
 FILE = "gpu_tests.jsonl"
+# Options of plugins that are not there are no errors, and pytest-benchmark turns its warnings into some.
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-o", "addopts=", "-p", "no:benchmark"]
+PYTEST += ["-W", "ignore::pytest.PytestConfigWarning"]
+PER_PROCESS = 24
+
 MARK = re.compile(r"pytest\.mark\.gpu\b")
 
 
-def files() -> list[Path]:
-    """Test files with a GPU test, the largest first: they tend to take longest."""
-    found = [path for path in (harness.ROOT / "tests").rglob("test_*.py") if MARK.search(path.read_text("utf-8"))]
-    return sorted(found, key=lambda path: -path.stat().st_size)
+def shares() -> list[list[str]]:
+    """Node ids of all GPU tests, in lists that one process each runs: tests of one file, PER_PROCESS at most."""
+    files = [
+        str(path)
+        for path in sorted((harness.ROOT / "tests").rglob("test_*.py"))
+        if MARK.search(path.read_text("utf-8"))
+    ]
+    done = subprocess.run(
+        [*PYTEST, "--collect-only", *files], cwd=harness.ROOT, capture_output=True, text=True, check=False
+    )
+    by_file: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if "::" in line:
+            by_file.setdefault(line.partition("::")[0], []).append(line)
+    if not by_file:
+        raise RuntimeError(f"pytest collected no GPU test: {done.stdout[-400:]} {done.stderr[-400:]}")
+    made = []
+    for ids in by_file.values():
+        parts = -(-len(ids) // PER_PROCESS)
+        made += [ids[part::parts] for part in range(parts)]  # dealt in turn, so that slow neighbours are spread
+    return sorted(made, key=len, reverse=True)
 
 
-def run_file(path: Path, report: Path, deadline: float) -> str:
+def run(ids: list[str], report: Path, deadline: float) -> str:
     """ "" when pytest ended by itself, else what happened."""
-    # Options of plugins that are not there are no errors, and pytest-benchmark turns its warnings into some.
-    quiet = ["-o", "addopts=", "-W", "ignore::pytest.PytestConfigWarning", "-p", "no:benchmark"]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *quiet, f"--junitxml={report}", str(path)]
-    settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [*PYTEST, f"--junitxml={report}", *ids]
+    # Two programs are equal to the bit only where XLA picks the same products for both.
+    settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
     left = deadline - time.monotonic()
     if left <= 0:
         return "not begun"
@@ -82,13 +103,16 @@ def main() -> int:
     started = time.monotonic()
     total, failed, unfinished = {"passed": 0, "failed": 0, "skipped": 0}, [], []
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(flags.workers) as pool:
-        reports = {path: Path(folder) / f"{number}.xml" for number, path in enumerate(files())}
-        jobs = {pool.submit(run_file, path, report, started + flags.limit): path for path, report in reports.items()}
+        lists = shares()
+        reports = [Path(folder) / f"{number}.xml" for number in range(len(lists))]
+        deadline = started + flags.limit
+        jobs = {pool.submit(run, lists[number], reports[number], deadline): number for number in range(len(lists))}
         for job in concurrent.futures.as_completed(jobs):
-            path, problem = jobs[job].relative_to(harness.ROOT), job.result()
+            ids, problem = lists[jobs[job]], job.result()
+            path = ids[0].partition("::")[0]
             if problem:
-                unfinished.append(f"{path}: {problem}")
-                print(f"{path}: {problem}", flush=True)
+                unfinished.append(f"{path}, {len(ids)} tests: {problem}")
+                print(unfinished[-1], flush=True)
                 continue
             counts, names = counts_of(reports[jobs[job]])
             total = {kind: total[kind] + counts[kind] for kind in total}
@@ -108,11 +132,11 @@ def main() -> int:
         value=total["failed"],
         unit="",
         file=FILE,
-        shapes=total | {"files": len(reports), "unfinished_files": len(unfinished), "seconds": round(seconds)},
-        method=f"pytest -m gpu, a process for each file, {flags.workers} at once",
+        shapes=total | {"processes": len(lists), "unfinished": len(unfinished), "seconds": round(seconds)},
+        method=f"pytest -m gpu, up to {PER_PROCESS} tests a process, {flags.workers} processes at once",
         notes=notes,
     )
-    print(f"{notes[:2000]}\n{total}, {len(unfinished)} files unfinished, {seconds:.0f} s")
+    print(f"{notes[:2000]}\n{total}, {len(unfinished)} processes unfinished, {seconds:.0f} s")
     return 1 if failed or unfinished else 0
 
 
