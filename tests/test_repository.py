@@ -233,10 +233,11 @@ def test_a_python_is_taken_only_after_it_has_run(tmp_path):
 
 
 def test_versions_and_licence_agree():
+    """A citation file names one licence, that of the software; what else is shipped is test_licences.py's business."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {project['version']}\n" in citation
-    assert f"\nlicense: {project['license']}\n" in citation
+    assert f"\nlicense: {project['license'].partition(' AND ')[0]}\n" in citation
     assert (ROOT / "LICENSE").read_text().lstrip().startswith("Apache License")
     assert all((ROOT / package / "py.typed").exists() for package in ("echo_jax", "pallas_kernels"))
 
