@@ -68,7 +68,9 @@ class CacheConfig:
             *("seats", "capacity", "host_rows", "device_slots", "top_k", "tokens_per_step"),
             *("staging", "chunk", "block", "warm_windows"),
         ):
-            checks.whole(name, getattr(self, name))
+            checks.whole(
+                name, getattr(self, name), most=2**62
+            )  # what does not fit a memory is said elsewhere, in bytes
         if not isinstance(self.prefetch_per_position, int | float) or isinstance(self.prefetch_per_position, bool):
             raise ValueError(
                 f"prefetch_per_position is {self.prefetch_per_position!r} but must be a number, the rows that a seat "

@@ -30,7 +30,9 @@ def _check_steps(name: str, steps: int, least: int = 0) -> None:
     """Refuses a number of steps with which a priority, step + steps or step - steps, could wrap round: steps are below
     REBASE_AT."""
     if not least <= steps <= REBASE_AT - 2:
-        raise ValueError(f"{name} is {steps} but must lie in {least}..{REBASE_AT - 2} steps, so that no priority wraps")
+        raise ValueError(
+            f"{name} is {steps} steps but must be at least {least}, and at most {REBASE_AT - 2}: priorities are int32"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ class Sampling:
 
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature} but must be 0 (greedy) or a number above")
+            raise ValueError(f"temperature is {self.temperature} but must be 0 (greedy) or above, and finite")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top-p is {self.top_p} but must lie in (0, 1]; 1 keeps every token")
 

@@ -1,6 +1,7 @@
 """Situations for `locate`: tables, lists, maps and pools that a step may meet, made from a seed. NumPy only."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ CASES = {
 }
 
 
-def make(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
+def make(case: Case, seed: int = 0) -> dict[str, Any]:
     """Operands of `locate` by name. Every record in every array is different, so that a wrong source shows."""
     draw = np.random.default_rng(seed)
     total_pages = case.seats * case.pages + 2

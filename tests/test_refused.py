@@ -191,12 +191,14 @@ def test_a_traced_seat_that_does_not_exist_writes_nothing(seat, offload):
 def test_a_traced_count_beyond_the_room_writes_no_other_seat():
     state = one_request()
     state = state_lib.admit(CONFIG.cache, state, 0, 64)
-    others = bits([state.tables.lengths[1], state.layers[0].index_keys[np.asarray(state.tables.page_table)[1, :2]]])
+    keys = state.layers[0].index_keys
+    assert keys is not None
+    others = bits([state.tables.lengths[1], keys[np.asarray(state.tables.page_table)[1, :2]]])
     chunk = np.arange(CONFIG.cache.chunk, dtype=np.int32) % scenarios.VOCAB
     state, _ = prefill.prefill_chunk(PARAMS, state, chunk, np.int32(0), np.int32(10**6), config=CONFIG)
     assert int(state.tables.lengths[0]) == 64 and int(state.remaining()[0]) == 0
-    table = np.asarray(state.tables.page_table)
-    assert bits([state.tables.lengths[1], state.layers[0].index_keys[table[1, :2]]]) == others
+    table, keys = np.asarray(state.tables.page_table), state.layers[0].index_keys
+    assert keys is not None and bits([state.tables.lengths[1], keys[table[1, :2]]]) == others
 
 
 @pytest.mark.parametrize("length", [100, 0])

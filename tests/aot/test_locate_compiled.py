@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -24,15 +25,17 @@ def cuda_handlers():
 
 
 def test_a_layer_number_is_an_operand_and_no_pool_is_copied():
-    i32 = functools.partial(device, dtype=jnp.int32)
+    i32: Any = functools.partial(device, dtype=jnp.int32)
+    boolean: Any = functools.partial(device, dtype=jnp.bool_)
+    words: Any = functools.partial(device, dtype=jnp.uint32)
     tables = Tables(
         page_table=i32((SEATS, POSITIONS // PAGE)),
         page_count=i32((HOST_ROWS // PAGE,)),
-        page_cached=device((HOST_ROWS // PAGE,), jnp.bool_),
+        page_cached=boolean((HOST_ROWS // PAGE,)),
         lengths=i32((SEATS,)),
-        active=device((SEATS,), jnp.bool_),
+        active=boolean((SEATS,)),
     )
-    staging = Staging(i32((SEATS, STAGING)), device((SEATS, STAGING, *RECORD), jnp.uint32), i32((SEATS,)))
+    staging = Staging(i32((SEATS, STAGING)), words((SEATS, STAGING, *RECORD)), i32((SEATS,)))
     pool = host((LAYERS, HOST_ROWS, *RECORD), jnp.uint32)
 
     def all_layers(slot_of, tables, positions, new, staging, pool):
@@ -43,7 +46,7 @@ def test_a_layer_number_is_an_operand_and_no_pool_is_copied():
             found.append(located.fetched[:, 0].sum())
         return positions, found
 
-    lists = i32((SEATS, TOKENS, TOP_K)), device((SEATS, TOKENS, *RECORD), jnp.uint32)
+    lists = i32((SEATS, TOKENS, TOP_K)), words((SEATS, TOKENS, *RECORD))
     compiled = compile_for_h200(all_layers, i32((LAYERS, HOST_ROWS)), tables, *lists, staging, pool)
     assert compiled.text.count('custom_call_target="echo_locate"') == LAYERS
     assert compiled.memory.host_temp_size_in_bytes == 0

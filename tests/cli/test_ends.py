@@ -18,8 +18,8 @@ from echo_jax.cli import main as main_module
 from echo_jax.cli import output
 from echo_jax.replay.rows import RowFile
 from echo_jax.report import pages
+from tests.limits import HANG_S
 
-HANG = 900  # seconds; against hangs only
 PROGRAM = [sys.executable, "-m", "echo_jax"]
 
 
@@ -39,7 +39,7 @@ def test_a_signal_keeps_the_rows_so_far(tmp_path, environment, model_folder, pro
     assert process.stdout is not None
     assert json.loads(process.stdout.readline())["row"] == "config"  # the sign that work has begun
     process.send_signal(number)
-    _, told = process.communicate(timeout=HANG)
+    _, told = process.communicate(timeout=HANG_S)
     assert process.returncode == status, told
     assert told.strip().splitlines()[-1] == f"echo-jax: {words}" and "Traceback" not in told
     assert [row["row"] for row in map(json.loads, rows.read_text().splitlines())] == ["config", "text"]
@@ -50,7 +50,8 @@ def test_a_signal_is_answered_while_python_does_not_run(environment):
     """A handler waits for Python; the answer in words does not. Hashing stands in for a compilation: it lets other
     threads run, and hears no signal."""
     program = "import hashlib\nfrom echo_jax.cli import signals\nsignals.listen()\nprint('ready', flush=True)\n"
-    program += "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
+    program += "while True:\n    try:\n        hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
+    program += "    except KeyboardInterrupt:\n        pass\n"  # where the signal comes before the hashing
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, text=True, stdout=-1, stderr=-1)
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "ready\n"
@@ -58,7 +59,7 @@ def test_a_signal_is_answered_while_python_does_not_run(environment):
     lines = [process.stderr.readline(), process.stderr.readline()]
     assert lines == ["\n", "echo-jax: terminating after what is being computed\n"]
     process.kill()
-    process.communicate(timeout=HANG)
+    process.communicate(timeout=HANG_S)
 
 
 def test_a_signal_that_a_callback_swallows_is_sent_again(environment):
@@ -98,7 +99,7 @@ def test_a_second_ctrl_c_ends_at_once(environment):
     while "once more ends at once" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=HANG)
+    process.communicate(timeout=HANG_S)
     assert process.returncode == 130
 
 
@@ -113,7 +114,7 @@ def test_a_closed_pipe_is_141_everywhere(environment, arguments):
     os.close(read)
     process = start(arguments, environment, stdout=write)
     os.close(write)
-    _, told = process.communicate(timeout=HANG)
+    _, told = process.communicate(timeout=HANG_S)
     assert (process.returncode, told) == (main_module.BROKEN_PIPE, "")
 
 
@@ -122,7 +123,7 @@ def test_a_closed_pipe_is_141_everywhere(environment, arguments):
 def test_a_full_standard_output_is_one_line(environment, arguments):
     with open("/dev/full", "w") as full:
         process = start(arguments, environment, stdout=full)
-        _, told = process.communicate(timeout=HANG)
+        _, told = process.communicate(timeout=HANG_S)
     assert process.returncode == 2 and told.count("\n") == 1, told
     assert told.startswith("echo-jax: error: output cannot be written: No space left on device; free some space")
 

@@ -155,8 +155,8 @@ def refused(parse) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("score:2147483647", "score bonus_steps is 2147483647 but must lie in 0..1073741822 steps"),
-        ("clock:0", "clock period is 0 but must lie in 1.."),
+        ("score:2147483647", "score bonus_steps is 2147483647 steps but must be at least 0, and at most 1073741822"),
+        ("clock:0", "clock period is 0 steps but must be at least 1"),
         ("two-queue:1e10", "probation is 10000000000.0 but must be a whole number"),
         ("score:abc", "bonus_steps is 'abc' but must be a whole number"),
     ],

@@ -41,7 +41,7 @@ def has_all(message: str, *parts: object) -> bool:
         (("--host-rows", 64), (128, 64, "raise host_rows")),
         (("--top-p", 0), ("top-p", "0", "(0, 1]")),
         (("--top-p", 1.5), ("top-p", "1.5", "(0, 1]")),
-        (("--top-p", "nan"), ("top-p", "nan", "(0, 1]")),
+        (("--top-p", "nan"), ("top-p", "nan", "is not a number")),
         (("--temperature", -1), ("temperature", "-1", "0")),
         (("--seed", -1), ("--seed", "-1", 2**32 - 1)),
         (("--cap", -1), ("staging", "-1", "0 switches prefetch off")),

@@ -90,8 +90,18 @@ def test_the_kernel_answers_as_the_loops(emulator, name, entries):
             error,
         )
         assert not error.value, error.value.decode()
-        lists = (made[key] for key in ("page_table", "lengths", "positions", "new_records", "staged_rows", "staged"))
-        wanted, held = oracle.locate(made["slot_of"], int(made["layer"]), *lists, made["host_pool"], case.device_slots)
+        wanted, held = oracle.locate(
+            made["slot_of"],
+            int(made["layer"]),
+            made["page_table"],
+            made["lengths"],
+            made["positions"],
+            made["new_records"],
+            made["staged_rows"],
+            made["staged"],
+            made["host_pool"],
+            case.device_slots,
+        )
         np.testing.assert_array_equal(places, wanted, err_msg=f"seed {seed}")
         for place, record in enumerate(fetched, start=case.device_slots):
             expected = held.get(place, np.full(words, GUARD, np.uint32))
