@@ -174,7 +174,7 @@ def write_claims(timed: Timed) -> None:
             value=graph,
             unit="us",
             file=FILE,
-            shapes=dict(shape.describe(), **cut_of(timed.tuning)),
+            shapes=dict(shape.describe(), tuning=cut_of(timed.tuning)),
             method="CUDA events around the replay of a graph of one call; " + METHOD,
             fraction_of_limit=round(teraflops(shape, graph.median) / BF16_TFLOPS, 4),
             notes=f"the slower of bf16 and FP8 records; limit: {BF16_TFLOPS} TFLOP/s of bf16 matrix products",
@@ -237,7 +237,7 @@ def report(timed: Timed) -> None:
 
 def write(timed: Timed) -> None:
     shape, tuning, times = timed.shape, timed.tuning, timed.kernels
-    common: dict[str, Any] = dict(unit="us", file=FILE, shapes=dict(shape.describe(), **cut_of(tuning)))
+    common: dict[str, Any] = dict(unit="us", file=FILE, shapes=dict(shape.describe(), tuning=cut_of(tuning)))
     what = f"sparse MLA, {shape.record_format}, {shape.heads} heads, B {shape.seats}"
     for name, around, time_us in (
         ("a call", "a call", timed.event),
