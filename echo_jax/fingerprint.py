@@ -45,6 +45,10 @@ def _digest(leaf: jax.Array) -> jax.Array:
     def mixed(multiplier: int, offset: int) -> jax.Array:
         word = (bits ^ (place * jnp.uint32(multiplier) + jnp.uint32(offset))) * jnp.uint32(0x9E3779B1)
         word = (word ^ (word >> 15)) * jnp.uint32(0x85EBCA77)
-        return jnp.sum(word ^ (word >> 13), dtype=jnp.uint32)
+        return word ^ (word >> 13)
 
-    return jnp.stack([mixed(0xC2B2AE3D, 0x27D4EB2F), mixed(0x165667B1, 0x2545F491)])
+    # One reduction of both: of two, XLA would keep the mixed words, several times the leaf's bytes.
+    both = mixed(0xC2B2AE3D, 0x27D4EB2F), mixed(0x165667B1, 0x2545F491)
+    start = (jnp.uint32(0), jnp.uint32(0))
+    sums = jax.lax.reduce(both, start, lambda a, b: (a[0] + b[0], a[1] + b[1]), tuple(range(bits.ndim)))
+    return jnp.stack(sums)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,3 +80,13 @@ def test_arrays_spread_over_devices_count_as_one():
     whole = {"w": np.arange(64, dtype=np.float32).reshape(8, 8)}
     placed = {"w": jax.device_put(whole["w"], spread)}
     assert echo.model_fingerprint(placed, MODEL) == echo.model_fingerprint(whole, MODEL)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn])
+def test_no_copy_of_a_leaf_is_made(dtype):
+    """Regression: two reductions kept the mixed words, four times the bytes of a bf16 leaf."""
+    from echo_jax import fingerprint
+
+    compiled = fingerprint._digest.lower(jax.ShapeDtypeStruct((1024, 1024), dtype)).compile()
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 64 * 1024
