@@ -49,15 +49,16 @@ def test_a_signal_keeps_the_rows_so_far(tmp_path, environment, model_folder, pro
 def test_a_signal_is_answered_while_python_does_not_run(environment):
     """A handler waits for Python; the answer in words does not. Hashing stands in for a compilation: it lets other
     threads run, and hears no signal."""
-    program = "import hashlib\nfrom echo_jax.cli import signals\nsignals.listen()\nprint('ready', flush=True)\n"
-    program += "while True:\n    try:\n        hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
+    program = "import hashlib\nfrom echo_jax.cli import signals\nsignals.listen()\nwhile True:\n    try:\n"
+    program += "        print('ready', flush=True)\n        hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
     program += "    except KeyboardInterrupt:\n        pass\n"  # where the signal comes before the hashing
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, text=True, stdout=-1, stderr=-1)
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    lines = [process.stderr.readline(), process.stderr.readline()]
-    assert lines == ["\n", "echo-jax: terminating after what is being computed\n"]
+    assert [process.stderr.readline(), process.stderr.readline()] == [
+        *("\n", "echo-jax: terminating after what is being computed\n")
+    ]
     process.kill()
     process.communicate(timeout=HANG_S)
 
