@@ -73,11 +73,19 @@ class Compiled:
 
 def why_not() -> str | None:
     """Why nothing can be compiled for the H200 here, or None: the reason for a test to skip."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if not _is_installed("jax_plugins.xla_cuda13"):
         return "needs the CUDA plug-in (jax-cuda13-plugin, jax-cuda13-pjrt; --no-deps is enough)"
     if shutil.which("ptxas") is None:
         return "needs ptxas of CUDA 13 on PATH"
     return None
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module can be imported, without importing it. `find_spec` raises where its package is absent, too."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def need_cuda_handlers() -> None:
